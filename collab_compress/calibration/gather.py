@@ -234,6 +234,10 @@ def _cause(model: PreTrainedModel, batch: Batch, reason: str) -> str:
     return f"the batch holds {contents}"
 
 
+class ForwardEnded(Exception):
+    """Raised by a hook to end a forward pass once all that is asked for is recorded."""
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Run `model` without gradients and dropout, then restore its mode.

@@ -19,6 +19,7 @@ from collab_compress.calibration.batches import is_divisible, sequence_count, sl
 from collab_compress.calibration.gather import (
     AttentionMasks,
     Batch,
+    ForwardEnded,
     MaskKind,
     evaluation_mode,
     masks_of,
@@ -32,15 +33,13 @@ PROBE_SEQUENCES = 2  # that show how a model is built
 class StreamMask(NamedTuple):
     """The attention mask that says which hidden states of a stack are padding.
 
-    It is used in layers where no attention module is described. The model may not hold hidden states as the mask is
-    laid out, (B, T): this says what was found by running the model.
+    It is used in layers where no attention module is described. Hidden states may be laid out differently from the
+    mask, (B, T); the fields say how, as found by running the model.
     """
 
     kind: MaskKind
     time_first: bool = False  # hidden states are (T, B, D), as in XLNet
-    appends: bool = (
-        False  # the model fills its last window with padding, so that hidden states are longer (Longformer)
-    )
+    appends: bool = False  # hidden states are longer: the model fills its last window with padding (Longformer)
 
     def of(self, masks: Mapping[MaskKind, AttentionMasks], values: Tensor) -> Tensor | None:
         """Return which vectors of `values` (B, T, D), (T, B, D) or (B·T, D) are no padding; None if none is.
@@ -178,10 +177,6 @@ def find_stacks(model: PreTrainedModel, batch: Batch) -> list[Stack]:
     return [Stack(path, names, shapes[names[0]] or torch.Size(), masks[names[0]]) for path, names in found.items()]
 
 
-class _Seen(Exception):
-    """Raised in a layer to end a forward pass once all that is asked for is recorded."""
-
-
 def _read_by(model: PreTrainedModel, batch: Batch, layers: Collection[str]) -> dict[str, Tensor]:
     """Run the model until these layers have been called; return the hidden states that each of them reads first."""
     read: dict[str, Tensor] = {}
@@ -191,9 +186,9 @@ def _read_by(model: PreTrainedModel, batch: Batch, layers: Collection[str]) -> d
         if isinstance(value, Tensor):
             read.setdefault(name, value.clone())
         if len(read) == len(layers):
-            raise _Seen
+            raise ForwardEnded
 
-    with ExitStack() as hooks, evaluation_mode(model), suppress(_Seen):
+    with ExitStack() as hooks, evaluation_mode(model), suppress(ForwardEnded):
         for name in layers:
             module = model.get_submodule(name)
             hooks.enter_context(module.register_forward_pre_hook(partial(note, name), with_kwargs=True))

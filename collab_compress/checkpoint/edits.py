@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -282,6 +283,20 @@ def kept_conversions(conversions: Sequence[Any]) -> list[Any]:
         for conversion in conversions
         if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) == 1
     ]
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of a model, by their names."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def built_shapes(model: PreTrainedModel, config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of a stock model of this config; none if it cannot be built."""
+    try:
+        with torch.device("meta"):
+            return shapes_of(type(model)(copy.deepcopy(config)))
+    except Exception:  # whatever a config or a model raises
+        return {}
 
 
 def configs_of(model: PreTrainedModel) -> list[PretrainedConfig]:

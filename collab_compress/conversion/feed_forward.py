@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from collab_compress.attention.projections import fill_, input_dim, remaining, width_in
-from collab_compress.checkpoint.edits import configs_inside
+from collab_compress.checkpoint.edits import built_shapes, configs_inside, shapes_of
 from collab_compress.conversion.layers import SAME_RTOL, SingleLayers
 from collab_compress.conversion.residual import ResidualLinear, width_out
 from collab_compress.errors import UnsupportedModelError
@@ -69,7 +69,7 @@ def find_blocks(model: PreTrainedModel, linears: Sequence[ResidualLinear], layer
 def _find_ups(model: PreTrainedModel, linear: ResidualLinear, run: Callable[[], Tensor]) -> dict[str, Tensor]:
     """Return the up and gate projections: layers whose output channel j affects neuron j of the same token alone.
 
-    So values are none, though each channel of a head's output is made of one channel of them: of all tokens.
+    A value projection is none: a channel of a head's output depends on one channel of it, but at all tokens.
     """
     down = model.get_submodule(linear.name)
     width = width_in(down)
@@ -97,7 +97,7 @@ def _find_ups(model: PreTrainedModel, linear: ResidualLinear, run: Callable[[], 
 
 
 def _are_all(model: PreTrainedModel, down: nn.Module, run: Callable[[], Tensor], ups: Collection[str]) -> bool:
-    """Return whether these layers make the neurons alone, which are then equal where they return the same."""
+    """Return whether neurons depend on these layers alone: if all of them return ones, all neurons must be equal."""
     inputs: list[Tensor] = []
     with ExitStack() as hooks:
         hooks.enter_context(down.register_forward_pre_hook(lambda _, args: inputs.append(args[0].clone())))
@@ -137,21 +137,21 @@ def _neurons(
 
 def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width: int) -> PretrainedConfig:
     """Return a copy of the dense model's config in which all feed-forward blocks have this width."""
-    wanted = _shapes(model)
+    wanted = shapes_of(model)
     for block in blocks:
         for name, shapes in block_shapes(model, block, width).items():
             refuse_computed(name, model.get_submodule(name))
             wanted |= {f"{name}.{part}": shape for part, shape in shapes.items()}
-    to_change = {name for name, shape in _shapes(model).items() if wanted[name] != shape}
+    to_change = {name for name, shape in shapes_of(model).items() if wanted[name] != shape}
     config = copy.deepcopy(model.config)
-    before = now = _built_shapes(model, config)
+    before = now = built_shapes(model, config)
     other = ""
     for part in configs_inside(config):
         for attribute, value in part.to_dict().items():
             for narrower in _narrower(attribute, value, {block.width for block in blocks}, width):
                 with suppress(Exception):  # of another type than the config allows
                     setattr(part, attribute, narrower)
-                built = _built_shapes(model, config)
+                built = built_shapes(model, config)
                 changed = {name for name in now if name in built and built[name] != now[name]}  # by this attribute
                 fits = changed <= to_change and all(built[name] == wanted[name] for name in changed)
                 if changed and fits and len(built) == len(before):
@@ -161,7 +161,7 @@ def narrower_config(model: PreTrainedModel, blocks: Sequence[FeedForward], width
                 if changed & to_change:
                     name = min(changed - to_change, default="")
                     other = f" ({attribute} sets that of {name} too, which was found in no block)" if name else ""
-    built = _built_shapes(model, type(config).from_dict(config.to_dict()))  # as it is loaded
+    built = built_shapes(model, type(config).from_dict(config.to_dict()))  # as it is loaded
     changed = {name for name, shape in built.items() if shape != before.get(name)}
     if changed != to_change or any(built[name] != wanted[name] for name in to_change):
         absent = sorted(set(before) - set(wanted))
@@ -187,19 +187,6 @@ def _narrower(attribute: str, value: Any, widths: Collection[int], width: int) -
         whole = [int(factor)] if factor.is_integer() else []
         return [*whole, factor, math.nextafter(factor, math.inf)]  # that models round down
     return []
-
-
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
-def _built_shapes(model: PreTrainedModel, config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a stock model of this config; none if it cannot be built."""
-    try:
-        with torch.device("meta"):
-            return _shapes(type(model)(copy.deepcopy(config)))
-    except Exception:  # whatever a config or a model raises
-        return {}
 
 
 def block_shapes(model: PreTrainedModel, block: FeedForward, width: int) -> dict[str, dict[str, tuple[int, ...]]]:

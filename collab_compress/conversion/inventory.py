@@ -132,9 +132,9 @@ class Inventory:
 
         Widths `by_module` are those that `keep` chose; then attention that cannot be converted stays as it is.
         """
-        is_named = not by_module and (compression.dk is not None or compression.dv is not None)
+        for_all = not by_module and (compression.dk is not None or compression.dv is not None)  # none is left out
         sites = self.editable if by_module else self.attention
-        if is_named and not sites:
+        if for_all and not sites:
             find_attention(self.model, self.modules)  # raises
         widths = {site.name: (by_module or {}).get(site.name, compression) for site in sites}
         for site in sites:
@@ -147,7 +147,7 @@ class Inventory:
                     )
         scores = dense_scores(self.model, [site for site in sites if widths[site.name].dk is not None])
         values = list(map(dense_values, sites)) if compression.dv is not None else []
-        if is_named:
+        if for_all:
             refuse_unknown_parts(self.model, self.modules)
         for scored in scores:
             _check_scores(MapTask(scored, widths[scored.name]))

@@ -21,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 
 from collab_compress.calibration import Batch, evaluation_mode, run_batch
 from collab_compress.calibration.batches import sequence_count
-from collab_compress.calibration.gather import AttentionMasks, MaskKind, batch_masks
+from collab_compress.calibration.gather import AttentionMasks, ForwardEnded, MaskKind, batch_masks
 from collab_compress.calibration.stacks import HiddenArgument, Stack, probe_of, returned_states
 from collab_compress.devices import free_memory
 from collab_compress.errors import CalibrationError, UnsupportedModelError, one_line
@@ -102,7 +102,7 @@ def capture(
         start = None if follows and not reads_more else hidden if keep is None else keep(hidden)
         calls.append(LayerCall(name, tuple(map(_drop_cache, others)), named, start, keyword))
         if plain and len(calls) == plain.calls:
-            raise _AllCaptured
+            raise ForwardEnded
 
     def after(_: nn.Module, __: Any, output: Any) -> None:
         returned.append(returned_states(output))
@@ -115,7 +115,7 @@ def capture(
                 hooks.enter_context(_skipped(layer, plain))
             else:
                 hooks.enter_context(layer.register_forward_hook(after))
-        with suppress(_AllCaptured):
+        with suppress(ForwardEnded):
             run_batch(model, batch)
     return calls
 
@@ -190,10 +190,6 @@ def _capture_batches(
     if len({tuple(call.name for call in of_batch) for of_batch in calls}) > 1:
         raise CalibrationError("batches take different ways through the model; pass batches of one kind")
     return calls
-
-
-class _AllCaptured(Exception):
-    """Raised in a model when all calls of its layers are captured."""
 
 
 @contextmanager

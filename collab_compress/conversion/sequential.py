@@ -33,7 +33,7 @@ from collab_compress.attention import install_
 from collab_compress.attention.projections import fill_
 from collab_compress.calibration import Batch, gather_moments
 from collab_compress.calibration.batches import evenly_spaced
-from collab_compress.calibration.gather import InputMoments, unpadded
+from collab_compress.calibration.gather import ForwardEnded, InputMoments, unpadded
 from collab_compress.calibration.stacks import layer_of
 from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.depth import Depth
@@ -363,7 +363,7 @@ def _residual_sums(
         for batch in batches:
             inputs = data.inputs[batch] or [hidden.converted[batch]]
             for number, start, streams in zip(numbers, inputs, data.streams[batch], strict=True):
-                with suppress(_Stop):
+                with suppress(ForwardEnded):
                     hidden.converted_calls[batch][number].run(models.converted, start)
                 if linear.name not in recorded or linear.name not in streams:
                     raise CalibrationError(f"{linear.name} is not called with every batch; pass batches alike")
@@ -467,10 +467,6 @@ class StreamCall(NamedTuple):
     stream: Tensor
 
 
-class _Stop(Exception):
-    """Raised in a layer to end its forward pass once the stream is recorded."""
-
-
 @contextmanager
 def record_streams(
     model: PreTrainedModel, linears: Sequence[ResidualLinear], stop: bool = False
@@ -493,7 +489,7 @@ def record_streams(
                     del pending[linear.name]
                     calls[linear.name] = StreamCall(inputs, stream.clone())
         if stop and len(calls) == len(linears):
-            raise _Stop
+            raise ForwardEnded
 
     with ExitStack() as hooks:
         for linear in linears:

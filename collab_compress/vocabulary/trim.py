@@ -26,7 +26,7 @@ from collab_compress.calibration.files import Text, read_texts, texts_of
 from collab_compress.calibration.gather import forward_arguments
 from collab_compress.calibration.source import kinds_of, reads_tokens_alone
 from collab_compress.checkpoint import all_or_nothing, is_quantized
-from collab_compress.checkpoint.edits import configs_inside, models_in
+from collab_compress.checkpoint.edits import built_shapes, configs_inside, models_in, shapes_of
 from collab_compress.errors import CalibrationError, CompressionError, UnsupportedModelError, one_line
 from collab_compress.heads.sharding import refuse_unwritable
 from collab_compress.vocabulary.tokens import Vocabulary, reload
@@ -393,13 +393,9 @@ def _cut_(model: PreTrainedModel, size: int, rows: Sequence[int], new: Mapping[i
 
 def _refuse_other_sizes(model: PreTrainedModel, size: int) -> None:
     """Refuse a model whose config still makes weights of the old number of tokens, as that would not load."""
-    try:
-        with torch.device("meta"):
-            built = dict(type(model)(copy.deepcopy(model.config)).named_parameters())
-    except Exception:  # whatever a model raises that is built in another way
-        return
-    for name, parameter in model.named_parameters():
-        if name in built and size in built[name].shape and size not in parameter.shape:
+    built = built_shapes(model, model.config)
+    for name, shape in shapes_of(model).items():
+        if size in built.get(name, ()) and size not in shape:
             raise UnsupportedModelError(
                 f"{name} is made with {size} rows by {type(model.config).__name__}, whatever its vocabulary is; keep "
                 "the vocabulary"
