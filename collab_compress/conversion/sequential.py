@@ -127,8 +127,7 @@ def convert_layers_(
         by_layer: dict[str, list[MapTask]] = {}
         for task in tasks:
             by_layer.setdefault(layer_of(task.site.name, layers), []).append(task)
-        elsewhere = [task for layer, group in by_layer.items() if layer not in layers for task in group]
-        if elsewhere:
+        if elsewhere := by_layer.get("", []):  # outside of the layers
             progress(f"fitting {', '.join(task.site.name for task in elsewhere)}", 0, None)
             sites = weighted_sites(elsewhere)
             weights = head_weights(dense, sites, used)
