@@ -60,10 +60,10 @@ STAGES = (
     ("calls of layers captured", sequential, "capture_calls"),
     ("dense layers run, with moments", sequential, "gather_layer"),
     ("queries, keys and values solved", sequential, "replace_map"),
-    ("converted layers run, with moments", sequential, "_residual_sums"),
+    ("converted layers run, with moments", sequential.ConvertedLayer, "sums"),
     ("neurons chosen", sequential, "choose"),
     ("refits solved", sequential, "solve"),
-    ("converted layers run to the next", sequential.Pair, "advance"),
+    ("converted layers run to the next", sequential.ConvertedLayer, "advance"),
     ("both models compared", COMPRESS, "measure"),
 )
 """Name of a stage, and the function whose calls it is; none of these calls another."""

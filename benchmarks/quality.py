@@ -20,10 +20,12 @@ A row is a kind and its widths, such as "shared dk=192 head_dim=16 dv=192" or "s
 * wanda, random: our conversion, with neurons chosen so;
 * dense.
 
+With "bf16" in a row ours multiplies in bfloat16 while it converts.
+
 Calibration is on random tokens (synthetic), 512 unlabelled training rows or another number of them (text, `--texts`),
-both, 1,024 sentences of other tasks and captions (mixed), what the library takes by itself (default), or nothing but
-the weights (none); each seed draws its own. Results are appended to the records; rows that are recorded already are
-skipped.
+both, these and the built-in texts (builtin+text), 1,024 sentences of other tasks and captions (mixed), what the
+library takes by itself (default), or nothing but the weights (none); each seed draws its own. Results are appended to
+the records; rows that are recorded already are skipped.
 """
 
 import argparse
@@ -63,7 +65,7 @@ LABELLED_ROWS = 256  # training rows on which the importance of heads is measure
 TEXT_ROWS = 512  # training rows to calibrate on
 MIXED_SENTENCES = 1024
 MIXED = ("sst2", "cola", "mrpc", "rte", "stsb", "multi30k")  # their sources; a task's own is left out
-CALIBRATIONS = ("synthetic", "text", "both", "mixed", "default", "none")
+CALIBRATIONS = ("synthetic", "text", "both", "builtin+text", "mixed", "default", "none")
 SMALLER = ((192, 252), (192, 192), (128, 128), (256, 252))
 DEFAULT_ROWS = (
     "dense",
@@ -104,12 +106,13 @@ class Row:
     layers: int | None = None
     keep: float | None = None
     refitted: bool = False
+    bf16: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Row":
         """Parse a row, such as "shared dk=64 refitted"."""
         kind, widths = parse_row(text)
-        return cls(kind, **widths, refitted="refitted" in text)
+        return cls(kind, **widths, refitted="refitted" in text, bf16="bf16" in text)
 
     def mixing_weights(self, config: Any) -> int:
         """Mixing weights of one layer: of all channels, or of those that the content bias leaves of a head."""
@@ -290,6 +293,8 @@ def calibration_data(
     if kind == "default":
         return "auto"
     batches: list[Batch] = []
+    if kind == "builtin+text":
+        batches += calibration_batches(("builtin", task.texts(seed, texts)), model, tokenizer, length=128, seed=seed)
     if kind in ("text", "both"):
         batches += calibration_batches(task.texts(seed, texts), model, tokenizer, length=128, seed=seed)
     if kind == "mixed":
@@ -300,12 +305,19 @@ def calibration_data(
 
 
 def smaller_model(
-    row: Row, dense: Any, tokenizer: Any, batches: list[Batch] | Literal["auto"] | None, task: Any, seed: int
+    row: Row,
+    dense: Any,
+    tokenizer: Any,
+    batches: list[Batch] | Literal["auto"] | None,
+    task: Any,
+    seed: int,
+    texts: int = TEXT_ROWS,
 ) -> Any:
     """Return a copy of the dense model, made smaller as a row says."""
     model = copy.deepcopy(dense)
     if row.kind in ("shared", "wanda", "random"):
-        solver = Solver(seed=seed, refit=row.refitted or row.dff is not None or row.keep is not None)
+        refit = row.refitted or row.dff is not None or row.keep is not None
+        solver = Solver(seed=seed, refit=refit, bf16=row.bf16)
         widths = {"dk": row.dk, "head_dim": row.head_dim, "dv": row.dv, "dff": row.dff}
         settings = Compression(**widths, layers=row.layers, keep=row.keep, solver=solver)
         with nullcontext() if row.kind == "shared" else chosen_by(row.kind, seed):
@@ -323,7 +335,7 @@ def smaller_model(
         assert batches is not None
         labelled = None
         if row.kind == "kwon":  # with labels, the rows that the others calibrate on
-            labelled = (*task.labelled(tokenizer, seed, TEXT_ROWS), task.rows_per_sample)
+            labelled = (*task.labelled(tokenizer, seed, texts), task.rows_per_sample)
         assert row.dk == row.dv  # whole heads, if any
         heads = None if row.dv is None else row.dv * model.config.num_attention_heads // model.config.hidden_size
         narrow_blocks_(row.kind, model, row.dff, batches, heads=heads, labelled=labelled, refitted=row.refitted)
@@ -360,7 +372,8 @@ def measure_rows(args: argparse.Namespace, task: Any, model: Any, tokenizer: Any
         case["calibration"] = None if Row.parse(case["row"]).kind in ("dense", "heads") else calibration
 
     def score(case: dict[str, Any]) -> dict[str, Any]:
-        smaller = smaller_model(Row.parse(case["row"]), model, tokenizer, batches, task, seed)
+        row = Row.parse(case["row"])
+        smaller = smaller_model(row, model, tokenizer, batches, task, seed, args.texts)
         return {"score": task.score(smaller, tokenizer)}
 
     measure_new(args.records, cases, score)

@@ -93,6 +93,10 @@ class Solver:
     the output projections of attention and the second layers of feed-forward blocks. If not given, they are refitted
     if the calibration data are texts or batches, and with dff, layers or keep."""
 
+    bf16: bool = False
+    """Multiply in bfloat16 where layers run on calibration data, as in mixed-precision training: faster on GPUs and
+    on processors with instructions for it (AVX512-BF16, AMX), slower on others. Results differ by rounding."""
+
     seed: int = 0
     """Seed of random tokens and random starts."""
 
@@ -109,6 +113,8 @@ class Solver:
             raise CompressionError(f"damping is {shown(self.damping)}; expected 0 or more, up to {MAX_DAMPING:g}")
         if self.refit not in (None, True, False):
             raise CompressionError(f"refit is {shown(self.refit)}; expected True, False or None")
+        if not isinstance(self.bf16, bool):
+            raise CompressionError(f"bf16 is {shown(self.bf16)}; expected True or False")
 
 
 @dataclass(frozen=True, kw_only=True)

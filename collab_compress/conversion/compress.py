@@ -246,8 +246,9 @@ def _convert(
         depth,
         layers,
     )
+    bf16 = compression.solver.bf16
     maps, results, reports = convert_layers_(
-        converted, model, parts, data.used, data.held_back, length=data.length, progress=progress
+        converted, model, parts, data.used, data.held_back, length=data.length, bf16=bf16, progress=progress
     )
     if depth.removed:
         notes.append(depth.drop_(converted, configs_of(converted)))

@@ -200,14 +200,21 @@ def _skipped(layer: nn.Module, plain: Plain) -> Iterator[None]:
         hidden = HiddenArgument.of(args, kwargs).value
         return (hidden,) if plain.in_tuples else hidden
 
-    own = vars(layer).get("forward")
-    layer.forward = forward
+    with replaced_forward(layer, forward):
+        yield
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Call another function in place of a module's forward pass."""
+    own = vars(module).get("forward")
+    module.forward = forward
     try:
         yield
     finally:
-        del layer.forward
+        del module.forward
         if own is not None:
-            layer.forward = own
+            module.forward = own
 
 
 def plain_stack(model: PreTrainedModel, layers: Sequence[str], batch: Batch) -> Plain | None:

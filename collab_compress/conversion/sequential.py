@@ -18,7 +18,7 @@ also repairs what the layers below it lost.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,6 +58,7 @@ from collab_compress.conversion.maps import (
     silent,
     weighted_sites,
 )
+from collab_compress.conversion.replay import Replay
 from collab_compress.conversion.report import PartReport, RefitReport
 from collab_compress.conversion.residual import ResidualLinear, stream_of, watch
 from collab_compress.devices import float64_device
@@ -92,13 +93,14 @@ def convert_layers_(
     *,
     same_inputs: bool = True,
     length: int = 128,
+    bf16: bool = False,
     progress: Progress = silent,
 ) -> tuple[list[Replacement], list["Refit"], list[PartReport]]:
     """Convert the layers of a model in place; return new maps, refits, and reports on the maps and narrower blocks.
 
     Maps are in the order of `parts.tasks`, blocks in that of calls. `converted` is a copy of the dense model, or a
     converted model to refit, where `same_inputs` says whether everything before the first layer is the same in both.
-    Removed layers are not run.
+    Removed layers are not run. With `bf16`, layers multiply in bfloat16; sums and solutions stay in their precision.
     """
     replaced: dict[tuple[str, type], Replacement] = {}
     refits: list[Refit] = []
@@ -133,7 +135,7 @@ def convert_layers_(
             weights = head_weights(dense, sites, used)
             convert_attention_(elsewhere, gather_moments(dense, [task.site for task in elsewhere], used), weights)
         if calls is not None:
-            models = Pair(dense, converted, calls, store, parts)
+            models = Pair(dense, converted, calls, store, parts, bf16)
             hidden, reached = HiddenStates([], [], []), 0
             for done, (layer, numbers) in enumerate(layers.items()):
                 progress(f"fitting {layer}", done, len(layers))
@@ -146,23 +148,24 @@ def convert_layers_(
                 data = gather_layer(models, numbers, hidden.dense, of_layer, linears)
                 gap = cross_gap(models, numbers, data.outputs)
                 convert_attention_(of_layer, data.moments, data.head_weights)
-                for linear in linears:
-                    kept = None
-                    if linear.name in blocks:
-                        block = blocks[linear.name]
-                        enough = max(CHOICE_VECTORS * block.width, LEAST_CHOICE_VECTORS)
-                        some = _some_batches(calls.used, data.outputs, enough)
-                        sums = _residual_sums(models, numbers, hidden, data, gap, linear, some)
-                        kept = choose(sums.used, linear, converted.get_submodule(linear.name), parts.dff)
-                        cut_(converted, block, kept)
-                        block_reports.append(PartReport(**vars(block_cost(dense, block, parts.dff, length))))
-                    sums = _residual_sums(models, numbers, hidden, data, gap, linear, range(len(calls.batches)))
-                    fitted = solve(sums, linear, converted.get_submodule(linear.name), calls.sequences)
-                    install_refits(converted, [fitted])
-                    refits.append(replace(fitted, kept=kept))
-                reached, hidden = gap.reached, hidden._replace(dense=gap.hidden)
-                if parts.linears and layer not in removed and not calls.begins_stack(reached):
-                    hidden = hidden._replace(converted=models.advance(numbers, hidden))
+                with Replay(converted, layer, store) as replay:
+                    passes = ConvertedLayer(models, numbers, hidden, data, gap, replay)
+                    for linear in linears:
+                        kept = None
+                        if linear.name in blocks:
+                            block = blocks[linear.name]
+                            enough = max(CHOICE_VECTORS * block.width, LEAST_CHOICE_VECTORS)
+                            sums = passes.sums(linear, _some_batches(calls.used, data.outputs, enough))
+                            kept = choose(sums.used, linear, converted.get_submodule(linear.name), parts.dff)
+                            cut_(converted, block, kept)
+                            block_reports.append(PartReport(**vars(block_cost(dense, block, parts.dff, length))))
+                        sums = passes.sums(linear, range(len(calls.batches)), keep=linear is not linears[-1])
+                        fitted = solve(sums, linear, converted.get_submodule(linear.name), calls.sequences)
+                        install_refits(converted, [fitted])
+                        refits.append(replace(fitted, kept=kept))
+                    reached, hidden = gap.reached, hidden._replace(dense=gap.hidden)
+                    if parts.linears and layer not in removed and not calls.begins_stack(reached):
+                        hidden = hidden._replace(converted=passes.advance())
         count = len(layers) or len(without_data)
         progress("fitted all layers", count, count)
     maps = [replaced[task.site.name, type(task.site)] for task in parts.tasks]
@@ -196,6 +199,16 @@ class Pair:
     calls: LayerCalls  # of the dense model's layers
     store: HiddenStateStore
     parts: Parts = Parts()
+    bf16: bool = False
+
+    def products(self) -> AbstractContextManager[object]:
+        """Multiply in bfloat16 inside a `with` block, if `bf16`."""
+        return torch.autocast(self.dense.device.type, torch.bfloat16, enabled=self.bf16)
+
+    def run(self, model: PreTrainedModel, call: LayerCall, hidden: Tensor) -> Tensor:
+        """Make one call of a layer of one of the models, on hidden states (B, T, D), whose dtype stays."""
+        states = call.run(model, hidden)
+        return states.to(hidden.dtype) if self.bf16 else states
 
     def start_stack(self, first: int, same_inputs: bool) -> HiddenStates:
         """Return the hidden states before the first call of a stack of layers."""
@@ -208,15 +221,6 @@ class Pair:
         kept = next(number for number in range(first, len(calls[0])) if calls[0][number].name not in depth.removed)
         read = [of_batch[kept].hidden for of_batch in captured]
         return HiddenStates(dense, [hidden for hidden in read if hidden is not None], captured)
-
-    def advance(self, numbers: range, hidden: HiddenStates) -> list[Tensor]:
-        """Run the converted layer on all batches; return the hidden states behind it."""
-        outputs = []
-        for states, calls in zip(hidden.converted, hidden.converted_calls, strict=True):
-            for number in numbers:
-                states = calls[number].run(self.converted, states)
-            outputs.append(self.store.keep(states))
-        return outputs
 
 
 # The dense layer.
@@ -257,7 +261,7 @@ def gather_layer(
             for number in numbers:
                 if len(numbers) > 1:  # as in ALBERT: each call is refitted from the dense states, so no errors add up
                     inputs[batch].append(outputs[batch])
-                output = calls.by_batch[batch][number].run(models.dense, outputs[batch])
+                output = models.run(models.dense, calls.by_batch[batch][number], outputs[batch])
                 streams[batch].append({name: models.store.keep(call.stream) for name, call in recorded.items()})
                 for linear in linears:
                     if neurons and linear.name in neurons and batch in calls.used:
@@ -272,12 +276,14 @@ def gather_layer(
                 for batch in measured:
                     moments.masks = weights.masks = calls.masks[batch]
                     run(batch)
-            for batch in calls.used:
-                if batch not in measured:
-                    moments.masks = calls.masks[batch]
-                    run(batch)
-        for batch in calls.held_back:
-            run(batch)
+            with models.products():
+                for batch in calls.used:
+                    if batch not in measured:
+                        moments.masks = calls.masks[batch]
+                        run(batch)
+        with models.products():
+            for batch in calls.held_back:
+                run(batch)
     return LayerData(moments.moments(), weights.weights(), weights.mean_squares(), inputs, streams, outputs)
 
 
@@ -300,9 +306,9 @@ def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor]) -> Gap:
             break
         in_layer = {path: target for path, target in models.parts.depth.targets.items() if target.layer == name}
         streams |= {path: [] for path in in_layer}
-        with record_streams(models.dense, list(in_layer.values())) as recorded:
+        with record_streams(models.dense, list(in_layer.values())) as recorded, models.products():
             for batch, of_batch in enumerate(calls):
-                outputs[batch] = models.store.keep(of_batch[reached].run(models.dense, outputs[batch]))
+                outputs[batch] = models.store.keep(models.run(models.dense, of_batch[reached], outputs[batch]))
                 for path, target in in_layer.items():
                     streams[path].append(models.store.keep(recorded.pop(target.name).stream))
         reached += 1
@@ -347,31 +353,60 @@ class ResidualSums:
             self.spread += float((wanted - wanted.mean(0)).square().sum())
 
 
-def _residual_sums(
-    models: Pair,
-    numbers: range,
-    hidden: HiddenStates,
-    data: LayerData,
-    gap: Gap,
-    linear: ResidualLinear,
-    batches: Sequence[int],
-) -> ResidualSums:
-    """Run the converted layer on some batches, up to a residual linear layer; return the moments to fit that by."""
-    sums = ResidualSums()
-    with record_streams(models.converted, [linear], stop=True) as recorded:
-        for batch in batches:
-            inputs = data.inputs[batch] or [hidden.converted[batch]]
-            for number, start, streams in zip(numbers, inputs, data.streams[batch], strict=True):
-                with suppress(ForwardEnded):
-                    hidden.converted_calls[batch][number].run(models.converted, start)
-                if linear.name not in recorded or linear.name not in streams:
-                    raise CalibrationError(f"{linear.name} is not called with every batch; pass batches alike")
-                call, target = recorded.pop(linear.name), streams[linear.name]
-                if linear.name in gap.streams:
-                    target = target_across_gap(models.converted, linear, call.stream, gap.streams[linear.name][batch])
-                mask = linear.mask(models.calls.masks[batch], call.stream)
-                sums.add(call, target, linear, mask, batch in models.calls.used)
-    return sums
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """A converted layer, which runs once for each fit, and once to go on."""
+
+    models: Pair
+    numbers: range  # of its calls
+    hidden: HiddenStates
+    data: LayerData
+    gap: Gap
+    replay: Replay
+
+    def sums(self, linear: ResidualLinear, batches: Sequence[int], keep: bool = False) -> ResidualSums:
+        """Run the layer on some batches, up to a residual linear layer; return the moments to fit that by.
+
+        With `keep`, what computes the inputs of that layer does not run again.
+        """
+        sums, models, recorder = ResidualSums(), self.models, None
+        if keep and len(self.numbers) == 1:
+            with models.products():
+                recorder = self.replay.recorder(linear.name, partial(self._run, 0, self.numbers[0]))
+        with record_streams(models.converted, [linear], stop=True) as recorded, models.products():
+            for batch in batches:
+                for number, streams in zip(self.numbers, self.data.streams[batch], strict=True):
+                    with suppress(ForwardEnded):
+                        self._run(batch, number)
+                    if linear.name not in recorded or linear.name not in streams:
+                        raise CalibrationError(f"{linear.name} is not called with every batch; pass batches alike")
+                    call, target = recorded.pop(linear.name), streams[linear.name]
+                    if recorder is not None:
+                        recorder(call.inputs)
+                    if linear.name in self.gap.streams:
+                        behind = self.gap.streams[linear.name][batch]
+                        target = target_across_gap(models.converted, linear, call.stream, behind)
+                    mask = linear.mask(models.calls.masks[batch], call.stream)
+                    sums.add(call, target, linear, mask, batch in models.calls.used)
+        return sums
+
+    def advance(self) -> list[Tensor]:
+        """Run the layer on all batches; return the hidden states behind it."""
+        outputs = []
+        with self.models.products():
+            for batch, states in enumerate(self.hidden.converted):
+                for number in self.numbers:
+                    states = self._run(batch, number, states)
+                outputs.append(self.models.store.keep(states))
+        return outputs
+
+    def _run(self, batch: int, number: int, states: Tensor | None = None) -> Tensor:
+        """Make one call of the layer, on the hidden states that it is fitted on if none are given."""
+        self.replay.batch = batch
+        if states is None:
+            inputs = self.data.inputs[batch] or [self.hidden.converted[batch]]
+            states = inputs[number - self.numbers.start]
+        return self.models.run(self.models.converted, self.hidden.converted_calls[batch][number], states)
 
 
 def target_across_gap(model: PreTrainedModel, linear: ResidualLinear, stream: Tensor, target: Tensor) -> Tensor:

@@ -45,6 +45,10 @@ class ResidualMoments:
         """Add vectors a (n, N) and residuals e (n, D), if there are any."""
         if not len(inputs):
             return
+        with torch.autocast(inputs.device.type, enabled=False):
+            self._add(inputs, residuals)
+
+    def _add(self, inputs: Tensor, residuals: Tensor | None) -> None:
         wide = torch.float64 if inputs.dtype == torch.float64 else torch.float32
         inputs = inputs.detach().to(wide)
         residuals = inputs[:, :0] if residuals is None else residuals.detach().to(wide)

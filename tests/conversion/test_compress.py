@@ -304,6 +304,7 @@ def test_models_of_one_config_stay_apart(make_tiny, calibration):
         ),
         (lambda: Compression(dk=8, solver=Solver(seed=2**32)), "seed is 4294967296; expected at most 4,294,967,295"),
         (lambda: Compression(dk=8, solver=Solver(refit="no")), "refit is 'no'; expected True, False or None"),
+        (lambda: Compression(dk=8, solver=Solver(bf16="yes")), "bf16 is 'yes'; expected True or False"),
         (lambda: Compression(dk=1, modules=["*"]), r"modules is of type list: \['\*'\]; expected str"),
         (lambda: Compression(dk=8, modules="nothing*"), r"nothing\*"),
         (lambda: {"dk": 12}, "compression is of type dict: .*; expected Compression"),

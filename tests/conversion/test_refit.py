@@ -459,3 +459,22 @@ def test_a_linear_layer_that_is_called_twice_in_its_layer_is_refused(repeated, m
         report = compress(model, Compression(dv=12), batches())
         assert "no layer was refitted" in report.warnings[0]
         assert repeated in report.warnings[0]
+
+
+def test_products_in_bfloat16_change_little(make_tiny):
+    """By less than a tenth of what the conversion itself changes."""
+    dense, data, test = make_tiny("bert"), batches(48), batches(8, seed=200)
+
+    @torch.no_grad()
+    def outputs(model):
+        return torch.cat([model(**batch).last_hidden_state[batch["attention_mask"] == 1] for batch in test])
+
+    expected, results = outputs(dense), []
+    for bf16 in (False, True):
+        model = copy.deepcopy(dense)
+        compress(model, Compression(dk=12, dv=12, dff=16, solver=Solver(bf16=bf16)), data)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        results.append(outputs(model))
+    exact, rounded = (float((result - expected).norm() / expected.norm()) for result in results)
+    assert not torch.equal(*results)
+    assert rounded == pytest.approx(exact, rel=0.1)
