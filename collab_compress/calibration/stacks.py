@@ -125,6 +125,15 @@ def layer_of(path: str, layers: Collection[str]) -> str:
     return next((start for start in starts if start in layers), "")
 
 
+def layer_lists(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Return the lists of modules with linear layers inside, by path, with the paths of these modules."""
+    return {
+        path: [f"{path}.{name}" for name, _ in module.named_children()]
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and all(map(_may_be_layer, module))
+    }
+
+
 def find_stacks(model: PreTrainedModel, batch: Batch) -> list[Stack]:
     """Find the lists of numbered layers of a model, in the model's order.
 
@@ -135,11 +144,7 @@ def find_stacks(model: PreTrainedModel, batch: Batch) -> list[Stack]:
         model: stock or edited; left in the mode it was in.
         batch: keyword arguments for the model, of which two sequences are run.
     """
-    lists = {
-        path: [f"{path}.{name}" for name, _ in module.named_children()]
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and all(map(_may_be_layer, module))
-    }
+    lists = layer_lists(model)
     shapes: dict[str, torch.Size | None] = {}  # path of a called layer → shape of what it reads; None for no layer
     read: dict[str, torch.Size] = {}
 

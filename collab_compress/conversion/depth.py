@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from collab_compress.calibration.stacks import Stack, layer_of
+from collab_compress.calibration.stacks import Stack, layer_lists, layer_of
 from collab_compress.checkpoint import edits_of
 from collab_compress.checkpoint.edits import configs_inside, configs_of
 from collab_compress.conversion.copies import sharing_copy
@@ -109,8 +109,8 @@ def _keep_layers_(model: nn.Module, kept: Kept) -> None:
         layers._modules = {str(number): children[old] for number, old in enumerate(numbers)}
 
 
-def refuse_shallower(model: PreTrainedModel) -> None:
-    """Refuse a model whose layers cannot be numbered anew, whatever they are."""
+def refuse_shallower(model: PreTrainedModel, layers: int) -> None:
+    """Refuse a model whose layers cannot be numbered anew, or whose lists hold no more than `layers`."""
     class_name = type(model).__name__
     if edits_of(model):
         raise CompressionError(
@@ -122,28 +122,43 @@ def refuse_shallower(model: PreTrainedModel) -> None:
             f"{adapted[0]} carries an adapter, whose layers would be numbered anew; merge it (merge_and_unload), or "
             "remove layers first and train an adapter on the result"
         )
+    most = max(map(len, layer_lists(model).values()), default=0)
+    if most and most >= _calls(model):
+        _check_count(model, most, layers)
 
 
 def deep_stacks(model: PreTrainedModel, stacks: Sequence[Stack], layers: int) -> list[Stack]:
     """Return the lists of numbered layers that have more than `layers`."""
-    class_name, values = type(model).__name__, model.config.to_dict()
-    most = max((len(stack.layers) for stack in stacks), default=0)
-    calls = max((values[name] for name in COUNTS if isinstance(values.get(name), int)), default=0)
+    class_name, most, calls = (
+        type(model).__name__,
+        max((len(stack.layers) for stack in stacks), default=0),
+        _calls(model),
+    )
     if 0 < most < calls:
         called = "one layer" if most == 1 else f"{most} layers in turn,"
         raise UnsupportedModelError(
             f"{class_name} calls {called} {calls} times, so that none can be removed; leave out layers"
         )
-    if most <= layers:
-        raise CompressionError(
-            f"layers is {layers}, and the deepest stack of {class_name} has {most}; pass fewer than that"
-        )
+    _check_count(model, most, layers)
     deep = [stack for stack in stacks if len(stack.layers) > layers]
     configs = [*configs_inside(model.config)]
     for stack in deep:
         if reason := _why_fixed(model, stack.path, configs):
             raise UnsupportedModelError(f"layers of {stack.path} cannot be removed: {reason}; leave out layers")
     return deep
+
+
+def _calls(model: PreTrainedModel) -> int:
+    """Return how many layers the config names, of which one module may be several (ALBERT)."""
+    values = model.config.to_dict()
+    return max((values[name] for name in COUNTS if isinstance(values.get(name), int)), default=0)
+
+
+def _check_count(model: PreTrainedModel, most: int, layers: int) -> None:
+    if most <= layers:
+        raise CompressionError(
+            f"layers is {layers}, and the deepest stack of {type(model).__name__} has {most}; pass fewer than that"
+        )
 
 
 def _why_fixed(model: PreTrainedModel, path: str, configs: Sequence[PretrainedConfig]) -> str:

@@ -193,7 +193,7 @@ def refuse_early(model: PreTrainedModel, compression: Compression) -> None:
     if compression.keep is None or narrowest:
         inventory.tasks(widths, narrowest)
     if compression.layers is not None:
-        refuse_shallower(model)
+        refuse_shallower(model, compression.layers)
 
 
 def refuse_unconvertible(model: PreTrainedModel, caller: str) -> None:

@@ -18,7 +18,7 @@ also repairs what the layers below it lost.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -201,9 +201,12 @@ class Pair:
     parts: Parts = Parts()
     bf16: bool = False
 
-    def products(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def products(self) -> Iterator[None]:
         """Multiply in bfloat16 inside a `with` block, if `bf16`."""
-        return torch.autocast(self.dense.device.type, torch.bfloat16, enabled=self.bf16)
+        with torch.autocast(self.dense.device.type, torch.bfloat16, enabled=self.bf16):
+            yield
+        torch.clear_autocast_cache()  # which else holds weights in bfloat16 as long as a block around this one
 
     def run(self, model: PreTrainedModel, call: LayerCall, hidden: Tensor) -> Tensor:
         """Make one call of a layer of one of the models, on hidden states (B, T, D), whose dtype stays."""

@@ -209,7 +209,7 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch):
 def test_refusals():
     data = batches(4)
     with pytest.raises(CompressionError, match="layers is 4, and the deepest stack of BertModel has 4; pass fewer"):
-        compress(make("bert"), Compression(layers=4), data)
+        compress(make("bert"), Compression(layers=4), "no-such-file.txt")  # before data are read
     with pytest.raises(CompressionError, match="layers is 0; expected at least 1"):
         Compression(layers=0)
     with pytest.raises(CompressionError, match="leave those and layers out"):
