@@ -94,8 +94,9 @@ class Solver:
     if the calibration data are texts or batches, and with dff, layers or keep."""
 
     bf16: bool = False
-    """Multiply in bfloat16 where layers run on calibration data, as in mixed-precision training: faster on GPUs and
-    on processors with instructions for it (AVX512-BF16, AMX), slower on others. Results differ by rounding."""
+    """Multiply in bfloat16 where layers of a float32 model are converted, as in mixed-precision training: faster on
+    GPUs and on processors with instructions for it (AVX512-BF16, AMX), slower on others. Results differ by
+    rounding. Widths and layers are chosen in float32."""
 
     seed: int = 0
     """Seed of random tokens and random starts."""

@@ -352,7 +352,8 @@ class InputMoments:
         self._add(number, 0, module, (x,))
         if positions is not None:
             mask = resize_mask(masks_of(self._sites[number], self.masks).query, x.shape[1])
-            self._positions[number].add(positions, len(x), mask)
+            with torch.autocast(x.device.type, enabled=False):  # counts are exact in float32
+                self._positions[number].add(positions, len(x), mask)
 
     def _add(self, number: int, place: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Add the inputs (B, T, D) of one call of a projection."""

@@ -110,7 +110,7 @@ def _keep_layers_(model: nn.Module, kept: Kept) -> None:
 
 
 def refuse_shallower(model: PreTrainedModel, layers: int) -> None:
-    """Refuse a model whose layers cannot be numbered anew, or whose lists hold no more than `layers`."""
+    """Refuse a model whose layers cannot be numbered anew, or whose lists of layers hold no more than `layers`."""
     class_name = type(model).__name__
     if edits_of(model):
         raise CompressionError(
@@ -122,18 +122,17 @@ def refuse_shallower(model: PreTrainedModel, layers: int) -> None:
             f"{adapted[0]} carries an adapter, whose layers would be numbered anew; merge it (merge_and_unload), or "
             "remove layers first and train an adapter on the result"
         )
-    most = max(map(len, layer_lists(model).values()), default=0)
-    if most and most >= _calls(model):
-        _check_count(model, most, layers)
+    lists = layer_lists(model)
+    nested = any(path.startswith(f"{other}.") for path in lists for other in lists)
+    if lists and not nested:  # nested ones may hold parts of a layer, or be stages
+        _check_count(model, max(map(len, lists.values())), layers)
 
 
 def deep_stacks(model: PreTrainedModel, stacks: Sequence[Stack], layers: int) -> list[Stack]:
     """Return the lists of numbered layers that have more than `layers`."""
-    class_name, most, calls = (
-        type(model).__name__,
-        max((len(stack.layers) for stack in stacks), default=0),
-        _calls(model),
-    )
+    class_name, values = type(model).__name__, model.config.to_dict()
+    most = max((len(stack.layers) for stack in stacks), default=0)
+    calls = max((values[name] for name in COUNTS if isinstance(values.get(name), int)), default=0)
     if 0 < most < calls:
         called = "one layer" if most == 1 else f"{most} layers in turn,"
         raise UnsupportedModelError(
@@ -146,12 +145,6 @@ def deep_stacks(model: PreTrainedModel, stacks: Sequence[Stack], layers: int) ->
         if reason := _why_fixed(model, stack.path, configs):
             raise UnsupportedModelError(f"layers of {stack.path} cannot be removed: {reason}; leave out layers")
     return deep
-
-
-def _calls(model: PreTrainedModel) -> int:
-    """Return how many layers the config names, of which one module may be several (ALBERT)."""
-    values = model.config.to_dict()
-    return max((values[name] for name in COUNTS if isinstance(values.get(name), int)), default=0)
 
 
 def _check_count(model: PreTrainedModel, most: int, layers: int) -> None:

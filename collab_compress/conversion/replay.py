@@ -1,15 +1,16 @@
 """Modules of a layer that do not run again while the layer is converted.
 
-A conversion runs a layer once for each residual linear layer that it refits, and once more to go on. What attention
-gives to its output projection changes in none of these passes but the first. So the projection's inputs are kept from
-that pass, and later ones leave out the module that computes them.
+A conversion runs a layer once for each residual linear layer that it refits, and once more to go on. The inputs of
+attention's output projection are the same in all of these passes. So they are kept from the first, and later passes
+leave out the module that computes them, if the layer gives the same without it.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 
 from collab_compress.conversion.layers import HiddenStateStore, replaced_forward
@@ -20,7 +21,7 @@ class Producer(NamedTuple):
 
     path: str
     holds_linear: bool  # then it returns the outputs of the linear layer, else its inputs
-    length: int | None  # of the tuple that it returns, whose others are None; None if it returns a tensor
+    length: int | None  # of the tuple that it returns, whose other items are None; None if it returns a tensor
 
 
 class Replay:
@@ -29,11 +30,9 @@ class Replay:
     Used as a `with` block, after which all modules run again.
     """
 
-    batch = 0
-    """Number of the batch that runs next."""
-
     def __init__(self, model: nn.Module, layer: str, store: HiddenStateStore) -> None:
         self._model, self._layer, self._store = model, layer, store
+        self._batch: int | None = None  # the batch that runs; None where everything runs
         self._replaced = ExitStack()
 
     def __enter__(self) -> Self:
@@ -42,37 +41,54 @@ class Replay:
     def __exit__(self, *_: object) -> None:
         self._replaced.close()
 
-    def recorder(self, linear: str, run: Callable[[], object]) -> Callable[[Tensor], None] | None:
-        """Return a function that keeps the inputs of a linear layer in the current batch; `run` calls the layer.
+    @contextmanager
+    def batch(self, number: int) -> Iterator[None]:
+        """Leave out what is kept for a batch, which the layer is called on inside the `with` block."""
+        self._batch = number
+        try:
+            yield
+        finally:
+            self._batch = None
 
-        None if no module of the layer only computes these inputs.
+    def keep(self, linear: str, inputs: Mapping[int, Tensor], run: Callable[[int], Tensor]) -> None:
+        """Leave out what computes the inputs of a linear layer, which are given for each batch.
+
+        `run` calls the layer on a batch. It has to give the same for the first and the last one: with hooks, changes
+        in place or side effects a module may do more than compute these inputs.
         """
-        producer = find_producer(self._model, self._layer, linear, run)
+        numbers = min(inputs), max(inputs)
+        producer = find_producer(self._model, self._layer, linear, partial(run, numbers[0]))
         if producer is None:
-            return None
-        kept: dict[int, Tensor] = {}
-        module, linear_layer = self._model.get_submodule(producer.path), self._model.get_submodule(linear)
-        stock = module.forward
+            return
+        module, expected = self._model.get_submodule(producer.path), [run(number) for number in numbers]
+        with ExitStack() as replaced:
+            replaced.enter_context(replaced_forward(module, self._forward(module.forward, linear, producer, inputs)))
+            found = []
+            for number in numbers:
+                with self.batch(number):
+                    found.append(run(number))
+            if all(map(torch.equal, found, expected)):
+                self._replaced.enter_context(replaced.pop_all())
+
+    def _forward(
+        self, stock: Callable[..., Any], linear: str, producer: Producer, inputs: Mapping[int, Tensor]
+    ) -> Callable[..., Any]:
+        layer = self._model.get_submodule(linear)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.batch not in kept:
+            if self._batch is None:
                 return stock(*args, **kwargs)
-            inputs = kept[self.batch].to(next(linear_layer.parameters()).device)
-            value = linear_layer(inputs) if producer.holds_linear else inputs
+            kept = inputs[self._batch].to(next(layer.parameters()).device)
+            value = layer(kept) if producer.holds_linear else kept
             return value if producer.length is None else (value, *[None] * (producer.length - 1))
 
-        self._replaced.enter_context(replaced_forward(module, forward))
-
-        def keep(inputs: Tensor) -> None:
-            kept[self.batch] = self._store.keep(inputs)
-
-        return keep
+        return forward
 
 
 def find_producer(model: nn.Module, layer: str, linear: str, run: Callable[[], object]) -> Producer | None:
-    """Return the module of a layer, of most parameters, that computes the inputs of a linear layer and no more.
+    """Return the module of a layer, of most parameters, that returns the inputs of a linear layer as they are.
 
-    It returns these inputs, or holds the linear layer and returns its outputs. `run` calls the layer.
+    Or it holds the linear layer and returns its outputs as they are. `run` calls the layer.
     """
     returned: list[tuple[str, Any]] = []
     inputs: list[Tensor] = []

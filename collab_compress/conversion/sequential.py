@@ -31,10 +31,10 @@ from transformers.pytorch_utils import Conv1D
 from collab_compress.architectures.sites import by_input
 from collab_compress.attention import install_
 from collab_compress.attention.projections import fill_
-from collab_compress.calibration import Batch, gather_moments
+from collab_compress.calibration import Batch, gather_moments, run_batch
 from collab_compress.calibration.batches import evenly_spaced
 from collab_compress.calibration.gather import ForwardEnded, InputMoments, unpadded
-from collab_compress.calibration.stacks import layer_of
+from collab_compress.calibration.stacks import layer_of, probe_of
 from collab_compress.conversion.cost import block_cost
 from collab_compress.conversion.depth import Depth
 from collab_compress.conversion.feed_forward import FeedForward, cut_
@@ -62,7 +62,7 @@ from collab_compress.conversion.replay import Replay
 from collab_compress.conversion.report import PartReport, RefitReport
 from collab_compress.conversion.residual import ResidualLinear, stream_of, watch
 from collab_compress.devices import float64_device
-from collab_compress.errors import CalibrationError, UnsupportedModelError
+from collab_compress.errors import CalibrationError, UnsupportedModelError, one_line
 from collab_compress.factorization.least_squares import ResidualMoments, choice_moments, choose_neurons, fit
 from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE
 
@@ -135,7 +135,9 @@ def convert_layers_(
             weights = head_weights(dense, sites, used)
             convert_attention_(elsewhere, gather_moments(dense, [task.site for task in elsewhere], used), weights)
         if calls is not None:
-            models = Pair(dense, converted, calls, store, parts, bf16)
+            models = Pair(dense, converted, calls, store, parts, bf16 and dense.dtype == torch.float32)
+            if models.bf16:
+                models.refuse_bf16()
             hidden, reached = HiddenStates([], [], []), 0
             for done, (layer, numbers) in enumerate(layers.items()):
                 progress(f"fitting {layer}", done, len(layers))
@@ -166,6 +168,7 @@ def convert_layers_(
                     reached, hidden = gap.reached, hidden._replace(dense=gap.hidden)
                     if parts.linears and layer not in removed and not calls.begins_stack(reached):
                         hidden = hidden._replace(converted=passes.advance())
+                del passes, data  # which hold hidden states
         count = len(layers) or len(without_data)
         progress("fitted all layers", count, count)
     maps = [replaced[task.site.name, type(task.site)] for task in parts.tasks]
@@ -204,9 +207,21 @@ class Pair:
     @contextmanager
     def products(self) -> Iterator[None]:
         """Multiply in bfloat16 inside a `with` block, if `bf16`."""
-        with torch.autocast(self.dense.device.type, torch.bfloat16, enabled=self.bf16):
-            yield
-        torch.clear_autocast_cache()  # which else holds weights in bfloat16 as long as a block around this one
+        try:
+            with torch.autocast(self.dense.device.type, torch.bfloat16, enabled=self.bf16):
+                yield
+        finally:
+            torch.clear_autocast_cache()  # which else holds weights in bfloat16 as long as a block around this one
+
+    def refuse_bf16(self) -> None:
+        """Refuse products in bfloat16 if the dense model cannot run with them."""
+        try:
+            with self.products():
+                run_batch(self.dense, probe_of(self.calls.batches[0]))
+        except (CalibrationError, RuntimeError) as error:
+            raise UnsupportedModelError(
+                f"{type(self.dense).__name__} cannot multiply in bfloat16 ({one_line(error)}); leave out bf16"
+            ) from error
 
     def run(self, model: PreTrainedModel, call: LayerCall, hidden: Tensor) -> Tensor:
         """Make one call of a layer of one of the models, on hidden states (B, T, D), whose dtype stays."""
@@ -372,25 +387,28 @@ class ConvertedLayer:
 
         With `keep`, what computes the inputs of that layer does not run again.
         """
-        sums, models, recorder = ResidualSums(), self.models, None
-        if keep and len(self.numbers) == 1:
-            with models.products():
-                recorder = self.replay.recorder(linear.name, partial(self._run, 0, self.numbers[0]))
-        with record_streams(models.converted, [linear], stop=True) as recorded, models.products():
-            for batch in batches:
-                for number, streams in zip(self.numbers, self.data.streams[batch], strict=True):
-                    with suppress(ForwardEnded):
-                        self._run(batch, number)
-                    if linear.name not in recorded or linear.name not in streams:
-                        raise CalibrationError(f"{linear.name} is not called with every batch; pass batches alike")
-                    call, target = recorded.pop(linear.name), streams[linear.name]
-                    if recorder is not None:
-                        recorder(call.inputs)
-                    if linear.name in self.gap.streams:
-                        behind = self.gap.streams[linear.name][batch]
-                        target = target_across_gap(models.converted, linear, call.stream, behind)
-                    mask = linear.mask(models.calls.masks[batch], call.stream)
-                    sums.add(call, target, linear, mask, batch in models.calls.used)
+        sums, models, inputs = ResidualSums(), self.models, dict[int, Tensor]()
+        keep = keep and len(self.numbers) == 1
+        with models.products():
+            with record_streams(models.converted, [linear], stop=True) as recorded:
+                for batch in batches:
+                    for number, streams in zip(self.numbers, self.data.streams[batch], strict=True):
+                        with suppress(ForwardEnded):
+                            self._run(batch, number)
+                        if linear.name not in recorded or linear.name not in streams:
+                            raise CalibrationError(
+                                f"{linear.name} is not called with every batch; pass batches alike"
+                            )
+                        call, target = recorded.pop(linear.name), streams[linear.name]
+                        if keep:
+                            inputs[batch] = models.store.keep(call.inputs)
+                        if linear.name in self.gap.streams:
+                            behind = self.gap.streams[linear.name][batch]
+                            target = target_across_gap(models.converted, linear, call.stream, behind)
+                        mask = linear.mask(models.calls.masks[batch], call.stream)
+                        sums.add(call, target, linear, mask, batch in models.calls.used)
+            if keep:
+                self.replay.keep(linear.name, inputs, lambda batch: self._call(batch, self.numbers[0]))
         return sums
 
     def advance(self) -> list[Tensor]:
@@ -404,8 +422,12 @@ class ConvertedLayer:
         return outputs
 
     def _run(self, batch: int, number: int, states: Tensor | None = None) -> Tensor:
+        """Make one call of the layer, without what was kept for it."""
+        with self.replay.batch(batch):
+            return self._call(batch, number, states)
+
+    def _call(self, batch: int, number: int, states: Tensor | None = None) -> Tensor:
         """Make one call of the layer, on the hidden states that it is fitted on if none are given."""
-        self.replay.batch = batch
         if states is None:
             inputs = self.data.inputs[batch] or [self.hidden.converted[batch]]
             states = inputs[number - self.numbers.start]
