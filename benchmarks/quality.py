@@ -23,7 +23,7 @@ A row is a kind and its widths, such as "shared dk=192 head_dim=16 dv=192" or "s
 With "bf16" in a row ours multiplies in bfloat16 while it converts.
 
 Calibration is on random tokens (synthetic), 512 unlabelled training rows or another number of them (text, `--texts`),
-both, these and the built-in texts (builtin+text), 1,024 sentences of other tasks and captions (mixed), what the
+both, training rows and built-in texts (builtin+text), 1,024 sentences of other tasks and captions (mixed), what the
 library takes by itself (default), or nothing but the weights (none); each seed draws its own. Results are appended to
 the records; rows that are recorded already are skipped.
 """

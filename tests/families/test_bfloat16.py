@@ -1,0 +1,37 @@
+"""Products in bfloat16 while layers are converted: families can, or are refused in one line."""
+
+import pytest
+import torch
+from tiny_families import build, inputs
+
+from collab_compress import Compression, Solver, UnsupportedModelError, compress
+from collab_compress.conversion import sequential
+
+NOT_REFITTED = "segformer"
+
+
+@pytest.mark.structures
+def test_widths_are_converted(kin, monkeypatch):
+    if kin == NOT_REFITTED:
+        return
+    monkeypatch.setattr(sequential, "HEAD_WEIGHT_SEQUENCES", 2)  # the others run in bfloat16
+    model, data = build(kin), [inputs(kin, seed) for seed in range(4)]
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    compress(model, Compression(dk=8, dv=9, dff=16, solver=Solver(sweeps=1, bf16=True)), data)
+    assert {parameter.dtype for parameter in model.parameters()} == dtypes
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "widths"), [("xmod", {"dk": 8}), ("deberta", {"dff": 16})])
+def test_models_that_cannot_are_refused(name, widths):
+    settings = Compression(**widths, solver=Solver(bf16=True))
+    with pytest.raises(UnsupportedModelError, match=r"cannot multiply in bfloat16 \(.*\); leave out bf16"):
+        compress(build(name), settings, [inputs(name), inputs(name)])
+
+
+def test_a_model_in_half_precision_is_converted_as_before():
+    model, plain = (build("bert").to(torch.bfloat16) for _ in range(2))
+    data = [inputs("bert", seed) for seed in range(4)]
+    compress(model, Compression(dff=16, solver=Solver(bf16=True)), data)
+    compress(plain, Compression(dff=16), data)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
