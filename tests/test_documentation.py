@@ -221,7 +221,7 @@ def test_snippets_run(
 
 def assert_shown(page: Path, printed: str) -> None:
     """Assert that a page shows what was printed, but for shares of neighbours, which depend on sweeps and texts."""
-    shares = r"\d+% (stay|where)|\(\d+%\)|\d+ calibration texts"
+    shares = r"\d+% (of the ten|where)|\(\d+%\)|among \d+ texts"
     assert re.sub(shares, "", printed) == re.sub(shares, "", blocks(page, "text")[0])
 
 
