@@ -153,18 +153,10 @@ def convert_layers_(
                 with Replay(converted, layer, store) as replay:
                     passes = ConvertedLayer(models, numbers, hidden, data, gap, replay)
                     for linear in linears:
-                        kept = None
-                        if linear.name in blocks:
-                            block = blocks[linear.name]
-                            enough = max(CHOICE_VECTORS * block.width, LEAST_CHOICE_VECTORS)
-                            sums = passes.sums(linear, _some_batches(calls.used, data.outputs, enough))
-                            kept = choose(sums.used, linear, converted.get_submodule(linear.name), parts.dff)
-                            cut_(converted, block, kept)
+                        block = blocks.get(linear.name)
+                        refits.append(passes.refit(linear, block, keep=linear is not linears[-1]))
+                        if block is not None:
                             block_reports.append(PartReport(**vars(block_cost(dense, block, parts.dff, length))))
-                        sums = passes.sums(linear, range(len(calls.batches)), keep=linear is not linears[-1])
-                        fitted = solve(sums, linear, converted.get_submodule(linear.name), calls.sequences)
-                        install_refits(converted, [fitted])
-                        refits.append(replace(fitted, kept=kept))
                     reached, hidden = gap.reached, hidden._replace(dense=gap.hidden)
                     if parts.linears and layer not in removed and not calls.begins_stack(reached):
                         hidden = hidden._replace(converted=passes.advance())
@@ -219,8 +211,9 @@ class Pair:
             with self.products():
                 run_batch(self.dense, probe_of(self.calls.batches[0]))
         except (CalibrationError, RuntimeError) as error:
+            reason = one_line(error.__cause__ or error)
             raise UnsupportedModelError(
-                f"{type(self.dense).__name__} cannot multiply in bfloat16 ({one_line(error)}); leave out bf16"
+                f"{type(self.dense).__name__} cannot multiply in bfloat16 ({reason}); leave out bf16"
             ) from error
 
     def run(self, model: PreTrainedModel, call: LayerCall, hidden: Tensor) -> Tensor:
@@ -381,6 +374,20 @@ class ConvertedLayer:
     data: LayerData
     gap: Gap
     replay: Replay
+
+    def refit(self, linear: ResidualLinear, block: FeedForward | None, keep: bool) -> "Refit":
+        """Refit a residual linear layer, and install it; cut the block that it ends before, if one is given."""
+        models, kept = self.models, None
+        layer = models.converted.get_submodule(linear.name)
+        if block is not None:
+            enough = max(CHOICE_VECTORS * block.width, LEAST_CHOICE_VECTORS)
+            sums = self.sums(linear, _some_batches(models.calls.used, self.data.outputs, enough))
+            kept = choose(sums.used, linear, layer, models.parts.dff)
+            cut_(models.converted, block, kept)
+        sums = self.sums(linear, range(len(models.calls.batches)), keep)
+        fitted = solve(sums, linear, layer, models.calls.sequences)
+        install_refits(models.converted, [fitted])
+        return replace(fitted, kept=kept)
 
     def sums(self, linear: ResidualLinear, batches: Sequence[int], keep: bool = False) -> ResidualSums:
         """Run the layer on some batches, up to a residual linear layer; return the moments to fit that by.
