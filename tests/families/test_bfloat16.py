@@ -32,6 +32,14 @@ def test_models_that_cannot_are_refused(name, widths):
 def test_a_model_in_half_precision_is_converted_as_before():
     model, plain = (build("bert").to(torch.bfloat16) for _ in range(2))
     data = [inputs("bert", seed) for seed in range(4)]
-    compress(model, Compression(dff=16, solver=Solver(bf16=True)), data)
+    report = compress(model, Compression(dff=16, solver=Solver(bf16=True)), data)
+    assert any(warning.startswith("bf16 changed nothing") for warning in report.warnings)
     compress(plain, Compression(dff=16), data)
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+def test_without_data_the_report_says_that_it_changed_nothing():
+    report = compress(build("bert"), Compression(dk=8, solver=Solver(bf16=True)), None)
+    assert any(warning.startswith("bf16 changed nothing") for warning in report.warnings)
+    calibrated = compress(build("bert"), Compression(dk=8, solver=Solver(bf16=True)), [inputs("bert"), inputs("bert")])
+    assert not any("bf16" in warning for warning in calibrated.warnings)
