@@ -29,6 +29,7 @@ from collab_compress.attention.projections import (
     remaining,
     remove_pre_hook_,
     rows_of,
+    select_channels,
 )
 from collab_compress.attention.shared import QKConfig, QKMap, uninitialised
 from collab_compress.devices import float64_device
@@ -86,7 +87,7 @@ class RotatingProjection(PaddedProjection):
         size = cos * cos + sin * sin  # tables may be longer than 1
         by_cos = (to_cos * cos + to_sin * sin) / size  # (B, T, P·d)
         by_sin = (to_sin * cos - to_cos * sin) * (self.signs / size)
-        rotated = projected * by_cos + projected.index_select(-1, self.swapped) * by_sin
+        rotated = projected * by_cos + select_channels(projected, self.swapped) * by_sin
         return rotated.to(projected.dtype)
 
     def _by_pair(self, table: Tensor, unrotated: float) -> Tensor:

@@ -27,6 +27,7 @@ from collab_compress.attention.projections import (
     projection_like,
     remaining,
     rows_of,
+    select_channels,
 )
 from collab_compress.devices import float64_device
 from collab_compress.errors import CheckpointError, CompressionError
@@ -468,9 +469,7 @@ SharedConfig.module = SharedQK
 
 def _gathered(projected: Tensor, channels: Tensor) -> Tensor:
     """Gather the channels (…, w) of heads, (B, L, ·) to (B, L, …, w)."""
-    # As a matrix: along the last of three dimensions `index_select` takes four times as long on CPUs.
-    gathered = projected.flatten(0, 1).index_select(1, channels.flatten())
-    return gathered.view(*projected.shape[:2], *channels.shape)
+    return select_channels(projected, channels.flatten()).view(*projected.shape[:2], *channels.shape)
 
 
 def _scaling_name(module: Any) -> str:

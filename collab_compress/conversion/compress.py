@@ -248,7 +248,9 @@ def _convert(
     )
     bf16 = compression.solver.bf16
     if bf16 and not (layers and model.dtype == torch.float32):
-        notes.append("bf16 changed nothing: it is for layers of a float32 model that are converted on calibration data")
+        notes.append(
+            "bf16 changed nothing: it is for layers of a float32 model that are converted on calibration data"
+        )
     maps, results, reports = convert_layers_(
         converted, model, parts, data.used, data.held_back, length=data.length, bf16=bf16, progress=progress
     )

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from collab_compress import Compression, compress
+
 pytest.importorskip("onnxscript")
 onnxruntime = pytest.importorskip("onnxruntime")
 
@@ -27,3 +29,16 @@ def test_every_kind_for_any_shape(converted, batches, dynamic, tmp_path):
         mask = batch.get("decoder_attention_mask", batch.get("attention_mask"))
         unpadded = ... if mask is None else mask.bool()
         torch.testing.assert_close(outputs[unpadded], converted(**batch)[0][unpadded], atol=5e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_shared_channels_are_gathered_by_rows(make_tiny, tmp_path):
+    """Along columns ONNX Runtime takes as long for it as for all products of a layer in int8."""
+    onnx, path = pytest.importorskip("onnx"), tmp_path / "model.onnx"
+    model = make_tiny("bert")
+    compress(model, Compression(dk=12, dv=12), None)
+    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long)}
+    torch.onnx.export(model, (), path, kwargs=batch, dynamo=True, verbose=False)
+    nodes = [node for node in onnx.load(path).graph.node if node.op_type == "Gather" and "index_select" in node.name]
+    axes = [attribute.i for node in nodes for attribute in node.attribute if attribute.name == "axis"]
+    assert axes == [0] * model.config.num_hidden_layers
