@@ -12,8 +12,8 @@ Three ways to use a model are scored: "both" embeds queries and documents with i
 dense model's index; "documents" finds dense queries on its index. Differences to the dense model have 95 % bootstrap
 intervals over queries.
 
-A row is as in quality.py: "dense", "shared keep=0.5", "shared dff=768", "magnitude dff=768"; with "int8" in it ("dense
-int8") the model runs in ONNX Runtime with dynamic quantization, as in serving.py. Calibration DATA is
+A row is as in quality.py: "dense", "shared keep=0.5", "shared dff=768", "magnitude dff=768"; with "int8" in it, as in
+"dense int8", the model runs in ONNX Runtime with dynamic quantization, as in serving.py. Calibration DATA is
 "default", "none", "builtin", a file or folder of texts; "documents" and "queries" are those of the collection, and
 "past-queries" is every second query, where only the others are scored; a "+" joins several, as in
 "builtin+documents". Of the collection's documents, 1,000 are drawn at random by the seed.
@@ -171,9 +171,9 @@ def measure(args: argparse.Namespace) -> None:
     collections = [Collection(folder) for folder in args.folders]
     indexes = {collection: dense.embed(collection) for collection in collections}
     for row, calibration in product(args.rows, args.calibration):
-        small, seconds = dense, 0.0
+        small, seconds, data = dense, 0.0, "none" if row.startswith("dense") else calibration
         for collection in collections:
-            case = (name, row, "none" if row.startswith("dense") else calibration, args.seed, length, collection.folder.name)
+            case = (name, row, data, args.seed, length, collection.folder.name)
             if case in done:
                 continue
             done.add(case)
