@@ -93,8 +93,10 @@ def select_channels(x: Tensor, indices: Tensor) -> Tensor:
     """Return some channels of x (…, C), at indices (n,), as (…, n)."""
     vectors = x.flatten(0, -2)  # as a matrix: of three dimensions `index_select` takes four times as long on CPUs
     if torch.onnx.is_in_onnx_export():  # ONNX Runtime copies whole rows, but columns entry by entry
-        return vectors.mT.index_select(0, indices).mT.view(*x.shape[:-1], -1)
-    return vectors.index_select(1, indices).view(*x.shape[:-1], -1)
+        selected = vectors.mT.index_select(0, indices).mT
+    else:
+        selected = vectors.index_select(1, indices)
+    return selected.view(*x.shape[:-1], len(indices))
 
 
 def width_in(layer: Any) -> int:

@@ -246,8 +246,8 @@ def _convert(
         depth,
         layers,
     )
-    bf16 = compression.solver.bf16
-    if bf16 and not (layers and model.dtype == torch.float32):
+    bf16 = compression.solver.bf16 and bool(layers) and model.dtype == torch.float32
+    if compression.solver.bf16 and not bf16:
         notes.append(
             "bf16 changed nothing: it is for layers of a float32 model that are converted on calibration data"
         )

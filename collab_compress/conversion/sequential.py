@@ -135,7 +135,7 @@ def convert_layers_(
             weights = head_weights(dense, sites, used)
             convert_attention_(elsewhere, gather_moments(dense, [task.site for task in elsewhere], used), weights)
         if calls is not None:
-            models = Pair(dense, converted, calls, store, parts, bf16 and dense.dtype == torch.float32)
+            models = Pair(dense, converted, calls, store, parts, bf16)
             if models.bf16:
                 models.refuse_bf16()
             hidden, reached = HiddenStates([], [], []), 0
