@@ -33,7 +33,7 @@ def test_every_kind_for_any_shape(converted, batches, dynamic, tmp_path):
 
 @torch.no_grad()
 def test_shared_channels_are_gathered_by_rows(make_tiny, tmp_path):
-    """Along columns ONNX Runtime takes as long for it as for all products of a layer in int8."""
+    """By columns ONNX Runtime takes longer for it than for all products of a layer in int8."""
     onnx, path = pytest.importorskip("onnx"), tmp_path / "model.onnx"
     model = make_tiny("bert")
     compress(model, Compression(dk=12, dv=12), None)
