@@ -35,7 +35,7 @@ from torch.nn.functional import kl_div, mse_loss
 
 from collab_compress.calibration import Batch
 from collab_compress.calibration.batches import split_held_back
-from collab_compress.conversion.sequential import DAMPINGS
+from collab_compress.conversion.sequential import DAMPINGS, inverse_squares
 from collab_compress.factorization.least_squares import ResidualMoments
 from collab_compress.factorization.moments import damped_
 
@@ -176,7 +176,8 @@ def narrow_(model: Any, batches: Sequence[Batch], steps: Mapping[str, Step], *, 
                 inputs.append(inputs_of(layer, part, step.hidden, step.mask))
                 target = dense_output.dense(inputs_of(dense_layer, part, step.dense, step.mask)) + step.dense
                 error = target - output.dense(inputs[-1]) - step.hidden
-                moments[place >= len(used)].add(inputs[-1][step.fitted], error[step.fitted])
+                weights = inverse_squares(target[step.fitted])
+                moments[place >= len(used)].add(inputs[-1][step.fitted], error[step.fitted], weights)
                 step.dense = dense_output.LayerNorm(target)
             if part in steps:
                 choose, tune = steps[part]

@@ -15,6 +15,10 @@ $$\min_{W', b'}\ \mathbb{E}\,\|(h + y)_\text{dense} - (h' + W' a' + b')\|^2 + \l
 
 where h is what y is added to, and ' marks the converted model, whose lower layers are refitted already. So each layer
 also repairs what the layers below it lost.
+
+Where a layer returns the stream as it is, all tokens count alike. Where a norm ends it, as in BERT, that divides the
+error of each token by the size of its stream, so tokens count by the inverse of their mean square. The first and the
+last token of a text can be fifty times larger than the others, and would otherwise be most of the mean.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -247,6 +251,7 @@ class LayerData:
     inputs: list[list[Tensor]]  # for each batch, the input of each call of the layer; empty if it is called once
     streams: list[list[dict[str, Tensor]]]  # for each batch and call, the residual stream after each linear
     outputs: list[Tensor]  # for each batch, the hidden states behind the layer
+    normalised: bool  # whether the outputs are no residual stream, but what a norm makes of it
 
 
 def gather_layer(
@@ -262,7 +267,7 @@ def gather_layer(
     moments = InputMoments([task.site for task in tasks])
     inputs: list[list[Tensor]] = [[] for _ in calls.masks]
     streams: list[list[dict[str, Tensor]]] = [[] for _ in calls.masks]
-    outputs = list(hidden)
+    outputs, are_streams = list(hidden), set[bool]()
     weighted = weighted_sites(tasks)
     count = len(calls.used) * HEAD_WEIGHT_SEQUENCES // calls.sequences
     measured = evenly_spaced(calls.used, max(1, count)) if weighted else []
@@ -273,6 +278,7 @@ def gather_layer(
                 if len(numbers) > 1:  # as in ALBERT: each call is refitted from the dense states, so no errors add up
                     inputs[batch].append(outputs[batch])
                 output = models.run(models.dense, calls.by_batch[batch][number], outputs[batch])
+                are_streams.add(any(torch.equal(call.stream.to(output), output) for call in recorded.values()))
                 streams[batch].append({name: models.store.keep(call.stream) for name, call in recorded.items()})
                 for linear in linears:
                     if neurons and linear.name in neurons and batch in calls.used:
@@ -295,7 +301,10 @@ def gather_layer(
         with models.products():
             for batch in calls.held_back:
                 run(batch)
-    return LayerData(moments.moments(), weights.weights(), weights.mean_squares(), inputs, streams, outputs)
+    normalised = are_streams == {False}
+    return LayerData(
+        moments.moments(), weights.weights(), weights.mean_squares(), inputs, streams, outputs, normalised
+    )
 
 
 class Gap(NamedTuple):
@@ -346,7 +355,8 @@ def stream_variance(models: Pair, data: LayerData, linear: ResidualLinear) -> fl
 class ResidualSums:
     """Moments to fit a residual linear layer by: of its inputs, and of the dense minus the converted stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, normalised: bool = False) -> None:
+        self._normalised = normalised  # whether a norm divides each vector of the stream by its size
         self.used = ResidualMoments()  # of the sequences to fit to
         self.held_back = ResidualMoments()
         self.spread = 0.0  # of the dense stream on the held-back sequences, Σ‖x − mean‖²
@@ -358,10 +368,18 @@ class ResidualSums:
         wanted = target.to(call.stream.device).reshape(-1, target.shape[-1]).float()
         gain = torch.where(linear.gain == 0, torch.inf, linear.gain).to(wanted)
         lacking = (wanted - call.stream.reshape(wanted.shape).float()) / gain
-        (self.used if used else self.held_back).add(unpadded(call.inputs, mask), unpadded(lacking, mask))
+        weights = inverse_squares(unpadded(wanted, mask)) if self._normalised else None
+        (self.used if used else self.held_back).add(unpadded(call.inputs, mask), unpadded(lacking, mask), weights)
         if not used:
             wanted = unpadded(wanted / gain, mask)
-            self.spread += float((wanted - wanted.mean(0)).square().sum())
+            distances = (wanted - wanted.mean(0)).square().sum(1)
+            self.spread += float((distances if weights is None else distances * weights).sum())
+
+
+def inverse_squares(vectors: Tensor) -> Tensor:
+    """Return one over the mean square of each vector (n, D), and 0 for a vector of zeros, (n,)."""
+    squares = vectors.square().mean(-1)
+    return torch.where(squares > 0, 1 / squares, 0)
 
 
 @dataclass(frozen=True)
@@ -394,7 +412,7 @@ class ConvertedLayer:
 
         With `keep`, what computes the inputs of that layer does not run again.
         """
-        sums, models, inputs = ResidualSums(), self.models, dict[int, Tensor]()
+        sums, models, inputs = ResidualSums(self.data.normalised), self.models, dict[int, Tensor]()
         keep = keep and len(self.numbers) == 1
         with models.products():
             with record_streams(models.converted, [linear], stop=True) as recorded:
@@ -488,7 +506,7 @@ def solve(sums: ResidualSums, linear: ResidualLinear, module: nn.Linear | Conv1D
             f"{linear.name} saw no token of the sequences held back, which are padding alone; pass more data"
         )
     weight, bias = by_input(module), module.bias.detach() if biased else None  # (N, D), (D,)
-    before, scale = held_back.squared / held_back.count, max(sums.spread / held_back.count, 1e-30)
+    before, scale = held_back.mean_square(), max(sums.spread / held_back.weight, 1e-30)
     best, change, shift = before, None, None
     for damping in DAMPINGS if before > ROUNDING**2 * scale else ():
         try:

@@ -28,7 +28,7 @@ BLOCK_NEURONS = 64  # neurons that are eliminated between two rankings
 
 
 class ResidualMoments:
-    """Sums over vectors a (n, N) and residuals e (n, D): of the vectors, and of their products.
+    """Sums over vectors a (n, N) and residuals e (n, D), with weights or without: of these, and of their products.
 
     Vectors are taken relative to one near their mean, so that a large mean costs no digits. Products are made in
     float32, or in float64 for such vectors; sums are in float64.
@@ -36,19 +36,20 @@ class ResidualMoments:
 
     def __init__(self) -> None:
         self.count = 0
+        self.weight = 0.0  # the sum of all weights
         self.squared = 0.0
         self.device = torch.device("cpu")
         empty = torch.empty(0, device=self.device)  # until the first vectors come
         self._near = self._inputs = self._residuals = self._products = self._crossed = empty
 
-    def add(self, inputs: Tensor, residuals: Tensor | None = None) -> None:
-        """Add vectors a (n, N) and residuals e (n, D), if there are any."""
+    def add(self, inputs: Tensor, residuals: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """Add vectors a (n, N) and residuals e (n, D), if there are any, with weights (n,), else 1."""
         if not len(inputs):
             return
         with torch.autocast(inputs.device.type, enabled=False):
-            self._add(inputs, residuals)
+            self._add(inputs, residuals, weights)
 
-    def _add(self, inputs: Tensor, residuals: Tensor | None) -> None:
+    def _add(self, inputs: Tensor, residuals: Tensor | None, weights: Tensor | None) -> None:
         wide = torch.float64 if inputs.dtype == torch.float64 else torch.float32
         inputs = inputs.detach().to(wide)
         residuals = inputs[:, :0] if residuals is None else residuals.detach().to(wide)
@@ -59,10 +60,16 @@ class ResidualMoments:
             zeros = partial(torch.zeros, dtype=torch.float64, device=self.device)
             self._inputs, self._residuals = zeros(width), zeros(outputs)
             self._products, self._crossed = zeros(width, width), zeros(width, outputs)
-        centred = inputs - self._near
-        self._inputs += centred.to(self.device).sum(0, dtype=torch.float64)
-        exact = residuals.to(self.device, torch.float64)
-        self._residuals += exact.sum(0)
+        root = None if weights is None else weights.to(inputs).sqrt()[:, None]
+
+        def weighed(values: Tensor) -> Tensor:
+            return values if root is None else values * root.to(values)
+
+        exact = weighed(residuals.to(self.device, torch.float64))
+        centred, residuals = weighed(inputs - self._near), weighed(residuals)
+        self._inputs += weighed(centred).to(self.device).sum(0, dtype=torch.float64)
+        self._residuals += weighed(exact).sum(0)
+        self.weight += len(inputs) if root is None else float(root.to(self.device, torch.float64).square().sum())
         self.squared += float(exact.square().sum())
         for start in range(0, centred.shape[1], STRIP_COLUMNS):
             strip = centred[:, start : start + STRIP_COLUMNS].mT @ centred[:, start:]
@@ -72,7 +79,7 @@ class ResidualMoments:
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Return the means of a (N,) and e (D,), in float64."""
-        return self._near.to(self.device).double() + self._inputs / self.count, self._residuals / self.count
+        return self._near.to(self.device).double() + self._inputs / self.weight, self._residuals / self.weight
 
     def input_moments(self) -> Moments:
         """Return the moments of the vectors alone."""
@@ -80,9 +87,9 @@ class ResidualMoments:
 
     def moments(self, centred: bool) -> tuple[Tensor, Tensor]:
         """Return E[a aᵀ] (N, N) and E[a eᵀ] (N, D), or covariances if `centred`; in float64."""
-        inputs, residuals = self._inputs / self.count, self._residuals / self.count
-        second = (self._symmetric_products() / self.count).sub_(torch.outer(inputs, inputs))
-        crossed = self._crossed / self.count - torch.outer(inputs, residuals)
+        inputs, residuals = self._inputs / self.weight, self._residuals / self.weight
+        second = (self._symmetric_products() / self.weight).sub_(torch.outer(inputs, inputs))
+        crossed = self._crossed / self.weight - torch.outer(inputs, residuals)
         if not centred:
             mean, _ = self.means()
             second, crossed = second.addr_(mean, mean), crossed.addr_(mean, residuals)
@@ -92,11 +99,15 @@ class ResidualMoments:
         """Make the products symmetric, of which those below the diagonal are not all added up, and return them."""
         return self._products.triu_().add_(self._products.triu(1).mT)
 
+    def mean_square(self) -> float:
+        """Return E‖e‖²."""
+        return self.squared / self.weight
+
     def squared_error(self, change: Tensor, shift: Tensor | None) -> float:
         """Return E‖e − Δa − δ‖² for Δᵀ (N, D) and δ (D,), or None for no bias."""
         second, crossed = self.moments(centred=False)
         mean, residual = self.means()
-        error = self.squared / self.count - 2 * (change * crossed).sum() + (change * (second @ change)).sum()
+        error = self.mean_square() - 2 * (change * crossed).sum() + (change * (second @ change)).sum()
         if shift is not None:
             error = error + shift @ shift - 2 * shift @ (residual - mean @ change)
         return max(float(error), 0.0)

@@ -7,7 +7,7 @@ import pytest
 import tiny_families
 import torch
 from recorded import recorded_inputs
-from slow_fit import slow_fit
+from slow_fit import slow_fit, weights_of
 from tiny_families import build, inputs, make_rotary
 from torch import nn
 from torch.nn.functional import layer_norm
@@ -75,7 +75,9 @@ def test_the_residual_linear_before_a_gap_is_fitted_to_the_stream_behind_it(name
             if name == "bert":
                 spread, mean = stream.std(1, correction=0, keepdim=True), stream.mean(1, keepdim=True)
                 target = layer_norm(target, target.shape[1:], eps=0) * spread + mean
-            rows.append((read, target - stream))
+            rows.append(
+                (read, target - stream, weights_of(target) if name == "bert" else stream.new_ones(len(stream)))
+            )
         groups.append([torch.cat(columns) for columns in zip(*rows, strict=True)])
     expected = slow_fit(*groups)
     before, after = (one.get_submodule(LINEARS[name].format(0)) for one in (dense, model))

@@ -6,7 +6,7 @@ import resource
 import pytest
 import torch
 from recorded import recorded_inputs
-from slow_fit import slow_fit
+from slow_fit import slow_fit, weights_of
 from tiny_families import build, inputs
 from tiny_words import bert_config, word_tokenizer
 from transformers import AutoModel, BertModel
@@ -79,8 +79,10 @@ def slow_refit(model, dense, used, held_back):
         groups = []
         for group in (used, held_back):
             pairs = [(shown(model, batch)[name], shown(dense, batch)[name]) for batch in group]
-            inputs = torch.cat([ours[0] for ours, _ in pairs])
-            groups.append((inputs, torch.cat([theirs[1] - ours[1] for ours, theirs in pairs])))
+            inputs, ours, theirs = (
+                torch.cat(parts) for parts in zip(*((*one, other[1]) for one, other in pairs), strict=True)
+            )
+            groups.append((inputs, theirs - ours, weights_of(theirs)))
         fit = slow_fit(*groups)
         if fit is not None:
             change_(model.get_submodule(name), fit)
@@ -110,9 +112,11 @@ def test_layers_are_fitted_one_after_the_other(make_tiny):
         install_refits(model, [result])
         after = [shown(model, batch) for batch in held_back]
         streams = [torch.cat([notes[name][1] for notes in group]) for group in (before, after, target)]
-        spread = sum((notes[name][1] - notes[name][1].mean(0)).square().sum() for notes in target) ** 0.5
+        root = weights_of(streams[2]).sqrt()[:, None]
+        batch_means = torch.cat([notes[name][1].mean(0).expand_as(notes[name][1]) for notes in target])
+        spread = ((streams[2] - batch_means) * root).norm()
         errors = result.report.error_before, result.report.error_after
-        expected = [((stream - streams[2]).norm() / spread).item() for stream in streams[:2]]
+        expected = [(((stream - streams[2]) * root).norm() / spread).item() for stream in streams[:2]]
         assert errors == pytest.approx(expected, rel=2e-3)
         assert result.report.vectors == sum(int(batch["attention_mask"].sum()) for batch in used)
     assert slow_refit(slow, dense, used, held_back) >= 3
@@ -120,10 +124,11 @@ def test_layers_are_fitted_one_after_the_other(make_tiny):
         assert_same_layer(model, slow, name)
 
 
-def slow_choice(inputs, outputs, count):
+def slow_choice(inputs, outputs, weights, count):
     """Keep the neurons without which a ridge regression of the outputs on all others has the largest loss."""
-    inputs, outputs = inputs - inputs.mean(0), outputs - outputs.mean(0)
-    ridge = (DAMPINGS[0] * inputs.square().mean() * len(inputs)) ** 0.5
+    by = weights[:, None]
+    inputs, outputs = ((part - (part * by).sum(0) / by.sum()) * by.sqrt() for part in (inputs, outputs))
+    ridge = (DAMPINGS[0] * inputs.square().sum() / inputs.shape[1]) ** 0.5
     stacked = torch.cat([inputs, ridge * torch.eye(inputs.shape[1], dtype=torch.float64)])
     right = torch.cat([outputs, outputs.new_zeros(inputs.shape[1], outputs.shape[1])])
     losses = []
@@ -140,10 +145,16 @@ def test_narrower_blocks_are_those_of_least_squares(make_tiny):
     model = copy.deepcopy(dense)
     compress(model, Compression(dff=12), data)
     weight = dense.get_submodule(name).weight.detach().double().T
-    groups = [torch.cat([shown(dense, batch)[name][0] for batch in part]) for part in split_held_back(data)]
-    kept = slow_choice(groups[0], groups[0] @ weight, 12)
+    groups = []
+    for part in split_held_back(data):
+        inputs, streams = (
+            torch.cat(parts) for parts in zip(*(shown(dense, batch)[name] for batch in part), strict=True)
+        )
+        groups.append((inputs, weights_of(streams)))
+    (inputs, weights), _ = groups
+    kept = slow_choice(inputs, inputs @ weight, weights, 12)
     removed = [neuron for neuron in range(len(weight)) if neuron not in kept]
-    fit = slow_fit(*((inputs[:, kept], inputs[:, removed] @ weight[removed]) for inputs in groups))
+    fit = slow_fit(*((inputs[:, kept], inputs[:, removed] @ weight[removed], some) for inputs, some in groups))
     slow = copy.deepcopy(dense)
     layer, up = slow.get_submodule(name), slow.encoder.layer[0].intermediate.dense
     layer.weight = torch.nn.Parameter(layer.weight[:, kept])
@@ -202,7 +213,8 @@ def attended(model, dense, name, batch):
         dense(**batch)
         for (args, kwargs), target in zip(calls[::2], calls[1::2], strict=True):
             module(*args, **kwargs)
-            pairs.append((notes["inputs"][real].double(), (target - notes["sum"])[real].double()))
+            lacking, streams = (target - notes["sum"])[real].double(), target[real].double()
+            pairs.append((notes["inputs"][real].double(), lacking, weights_of(streams)))
     for handle in handles:
         handle.remove()
     return pairs

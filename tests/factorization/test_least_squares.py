@@ -136,3 +136,19 @@ def test_what_stays_makes_up_for_what_leaves(bias):
     expected = remaining @ torch.linalg.lstsq(remaining, targets).solution
     outputs = activations[:, kept] @ (weight[kept] + change) + (shift if bias else 0)
     torch.testing.assert_close(outputs, expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_weight_counts_a_vector_several_times(bias):
+    inputs, residuals = vectors()
+    weights = torch.arange(len(inputs)) % 4
+    moments = ResidualMoments()
+    for part in zip(*(tensor.tensor_split(3) for tensor in (inputs, residuals, weights)), strict=True):
+        moments.add(*part)
+    repeated = moments_of(*(tensor.repeat_interleave(weights, 0) for tensor in (inputs, residuals)))
+    torch.testing.assert_close(fit(moments, 0.1, bias), fit(repeated, 0.1, bias))
+    torch.testing.assert_close(moments.means(), repeated.means())
+    assert moments.count == len(inputs)
+    assert moments.mean_square() == pytest.approx(repeated.mean_square())
+    change, shift = fit(repeated, 0.1, bias)
+    assert moments.squared_error(change, shift) == pytest.approx(repeated.squared_error(change, shift))
