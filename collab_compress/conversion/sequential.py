@@ -284,7 +284,8 @@ def gather_layer(
                     if neurons and linear.name in neurons and batch in calls.used:
                         values = recorded[linear.name].inputs
                         mask = linear.mask(calls.masks[batch], values)
-                        neurons[linear.name].add(unpadded(values, mask))
+                        squares = inverse_squares(unpadded(recorded[linear.name].stream, mask))
+                        neurons[linear.name].add(unpadded(values, mask), weights=squares)
                 recorded.clear()
                 outputs[batch] = models.store.keep(output)
 
@@ -336,17 +337,20 @@ def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor]) -> Gap:
 
 
 def stream_variance(models: Pair, data: LayerData, linear: ResidualLinear) -> float:
-    """Return the variance of the dense residual stream after a layer, E‖x − mean‖²; 0 where it is rounding."""
-    total, squares, count = torch.zeros((), device="cpu"), 0.0, 0
+    """Return the variance of the dense stream after a layer, of tokens weighted by `inverse_squares`; 0 if rounding."""
+    total, squares, weight = torch.zeros((), device="cpu"), 0.0, 0.0
     for masks, calls in zip(models.calls.masks, data.streams, strict=True):
         for streams in calls:
             stream = unpadded(streams[linear.name], linear.mask(masks, streams[linear.name]))
             stream = stream.to(float64_device(stream.device), torch.float64)
-            total = total + stream.sum(0)
-            squares += float(stream.square().sum())
-            count += len(stream)
-    variance = squares / count - float((total / count).square().sum())
-    return variance if variance > MIN_VARIANCE_SHARE * squares / count else 0.0
+            weights = inverse_squares(stream)
+            total = total + weights @ stream
+            squares += float(weights @ stream.square().sum(1))
+            weight += float(weights.sum())
+    if not weight:
+        return 0.0
+    variance = squares / weight - float((total / weight).square().sum())
+    return variance if variance > MIN_VARIANCE_SHARE * squares / weight else 0.0
 
 
 # Refits.

@@ -1,11 +1,11 @@
 r"""Choose widths that keep a share of the layers' operations and lose least, by what each width of each part loses.
 
 One pass of the dense model gives all losses, in one unit: the squared error that a part adds to the residual stream,
-over the stream's variance there. Of scores, with head weights $w_i$ (`head_weights`), it is
-$\sum_i w_i^2\, E\,\delta s_i^2$, where the scores keep their R largest singular components of all heads, which a
-conversion at dk = R improves on. Of values it is what `narrow_values` loses, and of feed-forward blocks what is lost
-with the neurons that are eliminated first (`eliminate`), the others being fitted again. Here no layer repairs what
-those below it lost, as a conversion does.
+over the stream's variance there, where tokens count by the inverse of the stream's mean square. Of scores, with head
+weights $w_i$ (`head_weights`), it is $\sum_i w_i^2\, E\,\delta s_i^2$, where the scores keep their R largest singular
+components of all heads, which a conversion at dk = R improves on. Of values it is what `narrow_values` loses, and of
+feed-forward blocks what is lost with the neurons that are eliminated first (`eliminate`), the others being fitted
+again. Here no layer repairs what those below it lost, as a conversion does.
 """
 
 import math
@@ -39,12 +39,6 @@ from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE, explaine
 from collab_compress.options import Compression
 
 NEURON_MULTIPLE = 32  # of neurons in wide blocks: products of odd widths take longer
-NEURON_WEIGHT = 4
-"""Weight of the losses of neurons, relative to those of attention.
-
-It is empirical: of 1, 2 and 4 it moved the outputs of MiniLM least. On all-mpnet-base-v2 8 scored higher on STS-B
-(86.85 in place of 86.54), on MiniLM's classifiers no higher, so 4 stayed (`docs/tried.md`).
-"""
 LONG_INPUT = 512  # tokens beyond which heads lose width too, because most operations are those of the scores
 MIN_RANKINGS = 32  # of neurons: losses are linear between two rankings
 DAMPING = 1e-3  # share of the mean variance, as `Solver.damping`
@@ -215,7 +209,7 @@ def choose_widths(
 
     def loss(split: Split) -> float:
         neurons = budget.neurons_in(macs - split.macs)
-        of_blocks = 0.0 if neurons is None else NEURON_WEIGHT * of_neurons[neurons]
+        of_blocks = 0.0 if neurons is None else of_neurons[neurons]
         return scores[split.scores] + values[split.values] + of_blocks
 
     best = min(splits, key=loss)

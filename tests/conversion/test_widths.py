@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from recorded import recorded_inputs
+from slow_fit import weights_of
 from tiny_families import TINIES, build, inputs, run
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaModel
@@ -18,7 +19,7 @@ from collab_compress.conversion import inventory
 from collab_compress.conversion.inventory import Inventory, find_feed_forward
 from collab_compress.conversion.layers import LayerCall
 from collab_compress.conversion.residual import find_residual_linears
-from collab_compress.conversion.widths import LONG_INPUT, NEURON_WEIGHT, choose_widths, loss_curves
+from collab_compress.conversion.widths import LONG_INPUT, choose_widths, loss_curves
 from collab_compress.errors import CompressionError
 
 FAST = Solver(sweeps=2)
@@ -86,9 +87,8 @@ def slow_choice(dense, keep, length, data):
             if neurons < 1:
                 continue
             widths = {"dk": dk, "dv": dv, "dff": min(neurons, 32)}
-            weights = {"dk": 1, "dv": 1, "dff": NEURON_WEIGHT}
             loss = sum(
-                weights[part] * float(curve[widths[part]])
+                float(curve[widths[part]])
                 for part, curves in losses.items()
                 if widths[part] is not None
                 for curve in curves.values()
@@ -253,6 +253,12 @@ def inputs_of(model, batches, name):
     return torch.cat(calls).double()
 
 
+def variance_of(stream):
+    """Return the variance of a stream (n, D), of tokens that count by the inverse of their mean square."""
+    weights = weights_of(stream)[:, None] / weights_of(stream).sum()
+    return ((stream - (stream * weights).sum(0)).square() * weights).sum()
+
+
 @pytest.mark.parametrize("dv", [6, 18])
 def test_losses_of_values_are_those_of_a_conversion(dv):
     dense, batches = build("bert"), data("bert")
@@ -261,7 +267,7 @@ def test_losses_of_values_are_those_of_a_conversion(dv):
     model = copy.deepcopy(dense)
     compress(model, Compression(dv=dv, modules="*0*", solver=Solver(refit=False)), batches)
     before, after = (inputs_of(each, batches, f"{first}.output.LayerNorm") for each in (dense, model))
-    lost = (after - before).square().sum() / (before - before.mean(0)).square().sum()
+    lost = (after - before).square().sum(1).mean() / variance_of(before)
     # The conversion holds an eighth of the sequences back, and both add a damping.
     assert float(curves["dv"][f"{first}.self"][dv]) == pytest.approx(float(lost), rel=0.25)
 
@@ -271,15 +277,15 @@ def test_losses_of_neurons_are_those_of_the_best_fit_without_them():
     curves = curves_of(dense, batches)
     name = "encoder.layer.0.output.dense"
     neurons = inputs_of(dense, batches, name)
-    outputs = (neurons - neurons.mean(0)) @ dense.get_submodule(name).weight.detach().double().mT
-    weakest = outputs.new_tensor([float("inf")])
     stream = inputs_of(dense, batches, "encoder.layer.0.output.LayerNorm")
-    spread = (stream - stream.mean(0)).square().sum()
-    count = len(neurons)
+    weights = weights_of(stream)[:, None]
+    centred = (neurons - (neurons * weights).sum(0) / weights.sum()) * weights.sqrt()
+    outputs = centred @ dense.get_submodule(name).weight.detach().double().mT
+    weakest = outputs.new_tensor([float("inf")])
+    spread, count = variance_of(stream) * weights.sum(), len(neurons)
     for neuron in range(32):  # the best 31 to keep, one by one
-        others = neurons[:, [other for other in range(32) if other != neuron]]
-        centred = others - others.mean(0)
-        fitted = centred @ torch.linalg.lstsq(centred, outputs).solution
+        others = centred[:, [other for other in range(32) if other != neuron]]
+        fitted = others @ torch.linalg.lstsq(others, outputs).solution
         weakest = torch.minimum(weakest, (outputs - fitted).square().sum() / spread)
     expected = float(weakest) * (count + 31) / (count - 31)
     assert float(curves["dff"][name][31]) == pytest.approx(expected, rel=0.3)  # but for the damping
