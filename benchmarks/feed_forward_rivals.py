@@ -172,11 +172,12 @@ def narrow_(model: Any, batches: Sequence[Batch], steps: Mapping[str, Step], *, 
                 for step in passes:
                     step.fitted = torch.arange(step.fitted.shape[1]).eq(0).expand_as(step.fitted)
             moments, inputs = (ResidualMoments(), ResidualMoments()), []
+            weighted = part in steps and steps[part][1] is refit  # as ours; the papers weigh nothing
             for place, step in enumerate(passes):
                 inputs.append(inputs_of(layer, part, step.hidden, step.mask))
                 target = dense_output.dense(inputs_of(dense_layer, part, step.dense, step.mask)) + step.dense
                 error = target - output.dense(inputs[-1]) - step.hidden
-                weights = inverse_squares(target[step.fitted])
+                weights = inverse_squares(target[step.fitted]) if weighted else None
                 moments[place >= len(used)].add(inputs[-1][step.fitted], error[step.fitted], weights)
                 step.dense = dense_output.LayerNorm(target)
             if part in steps:

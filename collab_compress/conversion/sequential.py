@@ -337,7 +337,7 @@ def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor]) -> Gap:
 
 
 def stream_variance(models: Pair, data: LayerData, linear: ResidualLinear) -> float:
-    """Return the variance of the dense stream after a layer, of tokens weighted by `inverse_squares`; 0 if rounding."""
+    """Return the variance of the dense stream there, of tokens weighted (`inverse_squares`); 0 if rounding."""
     total, squares, weight = torch.zeros((), device="cpu"), 0.0, 0.0
     for masks, calls in zip(models.calls.masks, data.streams, strict=True):
         for streams in calls:
