@@ -40,6 +40,7 @@ class ResidualLinear:
     gain: Tensor  # factor of each channel before outputs are added, (D,)
     site: AttentionSite | None = None  # attention module called before it, whose masks say what is padding, if any
     stack_mask: StreamMask | None = None  # which says it where no attention module does
+    normalised: bool = False  # whether a norm divides the sum, or the outputs, by their size before they go on
 
     def mask(self, masks: Mapping[MaskKind, AttentionMasks], values: Tensor) -> Tensor | None:
         """Return which vectors of its inputs or outputs (…, D) are no padding; None if nothing says it."""
@@ -56,14 +57,33 @@ def find_residual_linears(
     outputs appears in a later module of the numbered layer as part of a sum, as it is or times a constant for each
     channel, or after a norm.
     """
-    sites = find_attention(model, optional=True)
+    sites, linears = find_attention(model, optional=True), []
     stack_masks = {layer: stack.mask for stack in stacks for layer in stack.layers}
-    return [
-        ResidualLinear(name, layer, *target, site, stack_masks[layer])
-        for layer, run in layers.items()
-        for name, site in _candidates(model, sites, layer, run)
-        if (target := _find_sum(model, layer, name, run)) is not None
-    ]
+    for layer, run in layers.items():
+        normalised = _ends_in_norm(model, layer, run)
+        for name, site in _candidates(model, sites, layer, run):
+            target = _find_sum(model, layer, name, run)
+            if target is not None:
+                of_norm = normalised or target[0] == name
+                linears.append(ResidualLinear(name, layer, *target, site, stack_masks[layer], of_norm))
+    return linears
+
+
+def _ends_in_norm(model: PreTrainedModel, layer: str, run: Callable[[], Tensor]) -> bool:
+    """Return whether a layer ends in a norm: a module whose outputs do not change with the size of its inputs."""
+    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            calls.append((module, args[0].clone(), output.clone()))
+
+    with ExitStack() as hooks:
+        for module in model.get_submodule(layer).modules():
+            hooks.enter_context(module.register_forward_hook(note, with_kwargs=True))
+        states = run()
+    ends = [(module, inputs) for module, inputs, output in calls if torch.equal(output, states)]
+    near = partial(torch.allclose, rtol=LINEAR_RTOL_HALF, atol=LINEAR_RTOL_HALF)
+    return any(near(module(2 * inputs), states) for module, inputs in ends)
 
 
 def _candidates(

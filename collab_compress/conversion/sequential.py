@@ -251,7 +251,6 @@ class LayerData:
     inputs: list[list[Tensor]]  # for each batch, the input of each call of the layer; empty if it is called once
     streams: list[list[dict[str, Tensor]]]  # for each batch and call, the residual stream after each linear
     outputs: list[Tensor]  # for each batch, the hidden states behind the layer
-    normalised: bool  # whether the outputs are no residual stream, but what a norm makes of it
 
 
 def gather_layer(
@@ -267,7 +266,7 @@ def gather_layer(
     moments = InputMoments([task.site for task in tasks])
     inputs: list[list[Tensor]] = [[] for _ in calls.masks]
     streams: list[list[dict[str, Tensor]]] = [[] for _ in calls.masks]
-    outputs, are_streams = list(hidden), set[bool]()
+    outputs = list(hidden)
     weighted = weighted_sites(tasks)
     count = len(calls.used) * HEAD_WEIGHT_SEQUENCES // calls.sequences
     measured = evenly_spaced(calls.used, max(1, count)) if weighted else []
@@ -278,7 +277,6 @@ def gather_layer(
                 if len(numbers) > 1:  # as in ALBERT: each call is refitted from the dense states, so no errors add up
                     inputs[batch].append(outputs[batch])
                 output = models.run(models.dense, calls.by_batch[batch][number], outputs[batch])
-                are_streams.add(any(torch.equal(call.stream.to(output), output) for call in recorded.values()))
                 streams[batch].append({name: models.store.keep(call.stream) for name, call in recorded.items()})
                 for linear in linears:
                     if neurons and linear.name in neurons and batch in calls.used:
@@ -302,10 +300,7 @@ def gather_layer(
         with models.products():
             for batch in calls.held_back:
                 run(batch)
-    normalised = are_streams == {False}
-    return LayerData(
-        moments.moments(), weights.weights(), weights.mean_squares(), inputs, streams, outputs, normalised
-    )
+    return LayerData(moments.moments(), weights.weights(), weights.mean_squares(), inputs, streams, outputs)
 
 
 class Gap(NamedTuple):
@@ -359,8 +354,7 @@ def stream_variance(models: Pair, data: LayerData, linear: ResidualLinear) -> fl
 class ResidualSums:
     """Moments to fit a residual linear layer by: of its inputs, and of the dense minus the converted stream."""
 
-    def __init__(self, normalised: bool = False) -> None:
-        self._normalised = normalised  # whether a norm divides each vector of the stream by its size
+    def __init__(self) -> None:
         self.used = ResidualMoments()  # of the sequences to fit to
         self.held_back = ResidualMoments()
         self.spread = 0.0  # of the dense stream on the held-back sequences, Σ‖x − mean‖²
@@ -372,7 +366,7 @@ class ResidualSums:
         wanted = target.to(call.stream.device).reshape(-1, target.shape[-1]).float()
         gain = torch.where(linear.gain == 0, torch.inf, linear.gain).to(wanted)
         lacking = (wanted - call.stream.reshape(wanted.shape).float()) / gain
-        weights = inverse_squares(unpadded(wanted, mask)) if self._normalised else None
+        weights = inverse_squares(unpadded(wanted, mask)) if linear.normalised else None
         (self.used if used else self.held_back).add(unpadded(call.inputs, mask), unpadded(lacking, mask), weights)
         if not used:
             wanted = unpadded(wanted / gain, mask)
@@ -416,7 +410,7 @@ class ConvertedLayer:
 
         With `keep`, what computes the inputs of that layer does not run again.
         """
-        sums, models, inputs = ResidualSums(self.data.normalised), self.models, dict[int, Tensor]()
+        sums, models, inputs = ResidualSums(), self.models, dict[int, Tensor]()
         keep = keep and len(self.numbers) == 1
         with models.products():
             with record_streams(models.converted, [linear], stop=True) as recorded:

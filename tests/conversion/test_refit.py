@@ -7,7 +7,7 @@ import pytest
 import torch
 from recorded import recorded_inputs
 from slow_fit import slow_fit, weights_of
-from tiny_families import build, inputs
+from tiny_families import TINIES, build, inputs, make_rotary
 from tiny_words import bert_config, word_tokenizer
 from transformers import AutoModel, BertModel
 
@@ -361,6 +361,24 @@ def test_an_error_leaves_models_as_they_were(step, make_tiny, monkeypatch):
         refit_(model, dense, None, batches())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in dense.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "normalised"),
+    [
+        ("bert", True),
+        ("wav2vec2", True),
+        ("glm4", True),  # whose outputs are normalised before they are added
+        ("vit", False),
+        ("switch_transformers", False),  # where experts write to the stream after all linear layers that are found
+        ("patchtst", False),  # whose norms are those of batches
+    ],
+)
+def test_tokens_are_weighted_where_a_norm_divides_by_their_size(name, normalised, batch):
+    model, data = (build(name), inputs(name)) if name in TINIES else (make_rotary(name), batch)
+    linears = Inventory(model, data).residual_linears
+    assert len(linears) >= 4
+    assert {linear.normalised for linear in linears} == {normalised}
 
 
 def test_residual_linears_are_layers_whose_outputs_are_added(make_tiny, batch):
