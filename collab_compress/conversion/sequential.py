@@ -18,7 +18,7 @@ also repairs what the layers below it lost.
 
 Where a layer returns the stream as it is, all tokens count alike. Where a norm ends it, as in BERT, that divides the
 error of each token by the size of its stream, so tokens count by the inverse of their mean square. The first and the
-last token of a text can be fifty times larger than the others, and would otherwise be most of the mean.
+last token of a text can be seventy times larger than the others, and would otherwise be most of the mean.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,6 +72,7 @@ from collab_compress.factorization.narrowing import MIN_VARIANCE_SHARE
 
 CHOICE_VECTORS, LEAST_CHOICE_VECTORS = 8, 8192  # that neurons are chosen by: for each neuron, and in all
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)  # shares of the inputs' mean variance; held-back data choose one
+EPS = 1e-6  # added to the mean square of tokens, as many norms do
 ROUNDING = 1e-5  # relative error of the residual stream that is rounding alone
 
 
@@ -338,12 +339,10 @@ def stream_variance(models: Pair, data: LayerData, linear: ResidualLinear) -> fl
         for streams in calls:
             stream = unpadded(streams[linear.name], linear.mask(masks, streams[linear.name]))
             stream = stream.to(float64_device(stream.device), torch.float64)
-            weights = inverse_squares(stream)
+            weights = inverse_squares(stream).to(stream)
             total = total + weights @ stream
             squares += float(weights @ stream.square().sum(1))
             weight += float(weights.sum())
-    if not weight:
-        return 0.0
     variance = squares / weight - float((total / weight).square().sum())
     return variance if variance > MIN_VARIANCE_SHARE * squares / weight else 0.0
 
@@ -357,7 +356,7 @@ class ResidualSums:
     def __init__(self) -> None:
         self.used = ResidualMoments()  # of the sequences to fit to
         self.held_back = ResidualMoments()
-        self.spread = 0.0  # of the dense stream on the held-back sequences, Σ‖x − mean‖²
+        self.spread = 0.0  # of the dense stream on the held-back sequences, Σ w ‖x − mean‖²
 
     def add(
         self, call: "StreamCall", target: Tensor, linear: ResidualLinear, mask: Tensor | None, used: bool
@@ -370,14 +369,13 @@ class ResidualSums:
         (self.used if used else self.held_back).add(unpadded(call.inputs, mask), unpadded(lacking, mask), weights)
         if not used:
             wanted = unpadded(wanted / gain, mask)
-            distances = (wanted - wanted.mean(0)).square().sum(1)
-            self.spread += float((distances if weights is None else distances * weights).sum())
+            share = torch.ones_like(wanted[:, 0]) if weights is None else weights
+            self.spread += float(share @ (wanted - share @ wanted / share.sum()).square().sum(1))
 
 
 def inverse_squares(vectors: Tensor) -> Tensor:
-    """Return one over the mean square of each vector (n, D), and 0 for a vector of zeros, (n,)."""
-    squares = vectors.square().mean(-1)
-    return torch.where(squares > 0, 1 / squares, 0)
+    """Return one over the mean square of each vector (n, D), in float32, (n,), with the eps of norms."""
+    return 1 / (vectors.float().square().mean(-1) + EPS)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 r"""Choose widths that keep a share of the layers' operations and lose least, by what each width of each part loses.
 
 One pass of the dense model gives all losses, in one unit: the squared error that a part adds to the residual stream,
-over the stream's variance there, where tokens count by the inverse of the stream's mean square. Of scores, with head
-weights $w_i$ (`head_weights`), it is $\sum_i w_i^2\, E\,\delta s_i^2$, where the scores keep their R largest singular
-components of all heads, which a conversion at dk = R improves on. Of values it is what `narrow_values` loses, and of
-feed-forward blocks what is lost with the neurons that are eliminated first (`eliminate`), the others being fitted
-again. Here no layer repairs what those below it lost, as a conversion does.
+over the stream's variance there. Of scores, with head weights $w_i$ (`head_weights`), it is
+$\sum_i w_i^2\, E\,\delta s_i^2$, where the scores keep their R largest singular components of all heads, which a
+conversion at dk = R improves on. Of values it is what `narrow_values` loses, and of feed-forward blocks what is lost
+with the neurons that are eliminated first (`eliminate`), the others being fitted again. In the variance and in losses
+of neurons tokens count by the inverse of the stream's mean square, because a few can be many times larger than all
+others. Here no layer repairs what those below it lost, as a conversion does.
 """
 
 import math

@@ -54,7 +54,7 @@ class ResidualMoments:
         inputs = inputs.detach().to(wide)
         residuals = inputs[:, :0] if residuals is None else residuals.detach().to(wide)
         if not self.count:
-            self._near = inputs.mean(0)
+            self._near = inputs.mean(0) if weights is None else weights.to(inputs) @ inputs / weights.sum()
             self.device = float64_device(inputs.device)
             width, outputs = inputs.shape[1], residuals.shape[1]
             zeros = partial(torch.zeros, dtype=torch.float64, device=self.device)

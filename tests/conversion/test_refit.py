@@ -113,8 +113,8 @@ def test_layers_are_fitted_one_after_the_other(make_tiny):
         after = [shown(model, batch) for batch in held_back]
         streams = [torch.cat([notes[name][1] for notes in group]) for group in (before, after, target)]
         root = weights_of(streams[2]).sqrt()[:, None]
-        batch_means = torch.cat([notes[name][1].mean(0).expand_as(notes[name][1]) for notes in target])
-        spread = ((streams[2] - batch_means) * root).norm()
+        parts = [(notes[name][1], weights_of(notes[name][1])[:, None]) for notes in target]
+        spread = sum(((part - (part * by).sum(0) / by.sum()).square() * by).sum() for part, by in parts) ** 0.5
         errors = result.report.error_before, result.report.error_after
         expected = [(((stream - streams[2]) * root).norm() / spread).item() for stream in streams[:2]]
         assert errors == pytest.approx(expected, rel=2e-3)
@@ -379,6 +379,17 @@ def test_tokens_are_weighted_where_a_norm_divides_by_their_size(name, normalised
     linears = Inventory(model, data).residual_linears
     assert len(linears) >= 4
     assert {linear.normalised for linear in linears} == {normalised}
+
+
+@pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp.down_proj"])
+@pytest.mark.parametrize("widths", [{"dff": 16}, {"dv": 8}, {"keep": 0.6}])
+def test_outputs_of_zero_that_are_normalised_change_nothing(part, widths):
+    model = make_rotary("glm4")
+    with torch.no_grad():
+        model.model.layers[1].get_submodule(part).weight.zero_()
+    data = batches(12)
+    assert compress(model, Compression(**widths), data).refits
+    assert model(**data[0]).logits.isfinite().all()
 
 
 def test_residual_linears_are_layers_whose_outputs_are_added(make_tiny, batch):

@@ -64,13 +64,13 @@ def test_a_narrower_model_is_a_stock_model(name, tmp_path):
 
 @pytest.mark.parametrize("name", NARROWED)
 def test_more_neurons_lose_less_and_all_lose_nothing(name):
-    dense, batches = build(name), data(name, 8)
+    dense, batches = build(name), data(name, 32 if name == "led" else 8)  # few of LED's tokens are no padding
     errors = []
-    for dff in (2, 30, 32):
+    for dff in (2, 16, 30, 32):
         model = copy.deepcopy(dense)
         errors.append(compress(model, Compression(dff=dff), batches).output_error.relative_error)
     torch.testing.assert_close(run(model, batches[0]), run(dense, batches[0]), rtol=1e-4, atol=1e-4)
-    assert errors[0] > errors[1] > errors[2]
+    assert errors[0] > errors[1] > errors[2] > errors[3]
 
 
 @pytest.mark.parametrize("name", sorted(NUMBERED.keys() - UNLIKE))
