@@ -172,7 +172,7 @@ def narrow_(model: Any, batches: Sequence[Batch], steps: Mapping[str, Step], *, 
                 for step in passes:
                     step.fitted = torch.arange(step.fitted.shape[1]).eq(0).expand_as(step.fitted)
             moments, inputs = (ResidualMoments(), ResidualMoments()), []
-            weighted = part in steps and steps[part][1] is refit  # as ours; no paper weighs tokens in its fit
+            weighted = part in steps and steps[part][1] is refit  # our fit weighs tokens, those of the papers do not
             for place, step in enumerate(passes):
                 inputs.append(inputs_of(layer, part, step.hidden, step.mask))
                 target = dense_output.dense(inputs_of(dense_layer, part, step.dense, step.mask)) + step.dense

@@ -57,8 +57,8 @@ class RefitReport:
 
     Args:
         name: path of the layer.
-        error_before: ‖converted − dense‖ over the norm of the dense stream less its mean, of tokens that count as in
-            the fit, with the layers below refitted but not this one, which may read fewer neurons already.
+        error_before: ‖converted − dense‖ over the norm of the dense stream less its mean, with tokens weighted as in
+            the fit, and with the layers below refitted but not this one, which may read fewer neurons already.
         error_after: the same, with this layer refitted too.
         vectors: number of vectors that the layer was fitted to.
         sequences: number of sequences that they are from.

@@ -26,7 +26,7 @@ from collab_compress.errors import UnsupportedModelError
 from collab_compress.heads.sharding import refuse_computed
 
 LEAST_CHANGE = 1e-2  # of the stream's standard deviation: a smaller change would be lost in rounding
-NORM_RTOL = 5e-2  # change of a norm's outputs with half of its inputs, which is that of its eps
+NORM_RTOL = 5e-2  # relative change of a norm's outputs when its inputs are halved: not 0, because of its eps
 LINEAR_RTOL, LINEAR_RTOL_HALF = 1e-3, 5e-2  # error of a sum that counts as linear, in float32 and in half precision
 
 

@@ -16,9 +16,9 @@ $$\min_{W', b'}\ \mathbb{E}\,\|(h + y)_\text{dense} - (h' + W' a' + b')\|^2 + \l
 where h is what y is added to, and ' marks the converted model, whose lower layers are refitted already. So each layer
 also repairs what the layers below it lost.
 
-Where a layer returns the stream as it is, all tokens count alike. Where a norm ends it, as in BERT, that divides the
-error of each token by the size of its stream, so tokens count by the inverse of their mean square. The first and the
-last token of a text can be seventy times larger than the others, and would otherwise be most of the mean.
+Where a layer returns the stream as it is, all tokens count alike. Where it ends in a norm, as in BERT, the norm
+divides the error of each token by the size of its stream, so tokens count by the inverse of the stream's mean square.
+The first and the last token of a text can be seventy times larger than the others, and would be most of the mean.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -283,8 +283,8 @@ def gather_layer(
                     if neurons and linear.name in neurons and batch in calls.used:
                         values = recorded[linear.name].inputs
                         mask = linear.mask(calls.masks[batch], values)
-                        squares = inverse_squares(unpadded(recorded[linear.name].stream, mask))
-                        neurons[linear.name].add(unpadded(values, mask), weights=squares)
+                        of_tokens = inverse_squares(unpadded(recorded[linear.name].stream, mask))
+                        neurons[linear.name].add(unpadded(values, mask), weights=of_tokens)
                 recorded.clear()
                 outputs[batch] = models.store.keep(output)
 
@@ -333,7 +333,7 @@ def cross_gap(models: Pair, numbers: range, hidden: Sequence[Tensor]) -> Gap:
 
 
 def stream_variance(models: Pair, data: LayerData, linear: ResidualLinear) -> float:
-    """Return the variance of the dense stream there, of tokens weighted (`inverse_squares`); 0 if rounding."""
+    """Return the variance of the dense stream after a linear layer, weighted by `inverse_squares`; 0 if rounding."""
     total, squares, weight = torch.zeros((), device="cpu"), 0.0, 0.0
     for masks, calls in zip(models.calls.masks, data.streams, strict=True):
         for streams in calls:
@@ -374,7 +374,7 @@ class ResidualSums:
 
 
 def inverse_squares(vectors: Tensor) -> Tensor:
-    """Return one over the mean square of each vector (n, D), in float32, (n,), with the eps of norms."""
+    """Return 1 / (mean square + EPS) of each vector (n, D), as float32, (n,)."""
     return 1 / (vectors.float().square().mean(-1) + EPS)
 
 

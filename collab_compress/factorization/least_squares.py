@@ -28,7 +28,7 @@ BLOCK_NEURONS = 64  # neurons that are eliminated between two rankings
 
 
 class ResidualMoments:
-    """Sums over vectors a (n, N) and residuals e (n, D), with weights or without: of these, and of their products.
+    """Weighted sums over vectors a (n, N) and residuals e (n, D): of these, and of their products.
 
     Vectors are taken relative to one near their mean, so that a large mean costs no digits. Products are made in
     float32, or in float64 for such vectors; sums are in float64.
@@ -43,7 +43,7 @@ class ResidualMoments:
         self._near = self._inputs = self._residuals = self._products = self._crossed = empty
 
     def add(self, inputs: Tensor, residuals: Tensor | None = None, weights: Tensor | None = None) -> None:
-        """Add vectors a (n, N) and residuals e (n, D), if there are any, with weights (n,), else 1."""
+        """Add vectors a (n, N), residuals e (n, D) if there are any, and their weights (n,), by default 1."""
         if not len(inputs):
             return
         with torch.autocast(inputs.device.type, enabled=False):
@@ -53,23 +53,21 @@ class ResidualMoments:
         wide = torch.float64 if inputs.dtype == torch.float64 else torch.float32
         inputs = inputs.detach().to(wide)
         residuals = inputs[:, :0] if residuals is None else residuals.detach().to(wide)
+        weights = inputs.new_ones(len(inputs)) if weights is None else weights.to(inputs)
         if not self.count:
-            self._near = inputs.mean(0) if weights is None else weights.to(inputs) @ inputs / weights.sum()
+            self._near = weights @ inputs / weights.sum()
             self.device = float64_device(inputs.device)
             width, outputs = inputs.shape[1], residuals.shape[1]
             zeros = partial(torch.zeros, dtype=torch.float64, device=self.device)
             self._inputs, self._residuals = zeros(width), zeros(outputs)
             self._products, self._crossed = zeros(width, width), zeros(width, outputs)
-        root = None if weights is None else weights.to(inputs).sqrt()[:, None]
-
-        def weighed(values: Tensor) -> Tensor:
-            return values if root is None else values * root.to(values)
-
-        exact = weighed(residuals.to(self.device, torch.float64))
-        centred, residuals = weighed(inputs - self._near), weighed(residuals)
-        self._inputs += weighed(centred).to(self.device).sum(0, dtype=torch.float64)
-        self._residuals += weighed(exact).sum(0)
-        self.weight += len(inputs) if root is None else float(root.to(self.device, torch.float64).square().sum())
+        root = weights.sqrt()[:, None]
+        exact_root = root.to(self.device, torch.float64)
+        exact = residuals.to(exact_root) * exact_root
+        centred, residuals = (inputs - self._near) * root, residuals * root
+        self._inputs += (centred * root).to(self.device).sum(0, dtype=torch.float64)
+        self._residuals += (exact * exact_root).sum(0)
+        self.weight += float(exact_root.square().sum())
         self.squared += float(exact.square().sum())
         for start in range(0, centred.shape[1], STRIP_COLUMNS):
             strip = centred[:, start : start + STRIP_COLUMNS].mT @ centred[:, start:]
