@@ -44,20 +44,19 @@ MINILM = [
     Point(TASK, "shared dff=768", "text", "shared dff=768", "--dff 768"),
     Point(TASK, "shared dff=384", "text", "shared dff=384", "--dff 384"),
     Point(TASK, "shared layers=5 dff=544", "text", "shared layers=5 dff=544", "5 layers, dff=544"),
-    # no time of its own: as many operations as dff=768
-    Point(OWN, "shared keep=0.5", "default", "shared dff=768", "default", 3),
-    Point(OWN, "shared dff=384", "default", "shared dff=384", "--dff 384"),
-    Point(OWN, "shared layers=5 dff=544", "default", "shared layers=5 dff=544", "5 layers, dff=544"),
+    Point(OWN, "shared keep=0.5", "default", "shared dk=144 dv=312 dff=672", "default", -17),
+    Point(OWN, "shared dff=384", "default", "shared dff=384", "--dff 384", -9),
+    Point(OWN, "shared layers=5 dff=544", "default", "shared layers=5 dff=544", "5 layers, dff=544", 0),
     *rivals(
         "dff=768",
         {"k-prune": "K-prune", "kwon": "Kwon (labels)", "flap": "FLAP", "magnitude": "magnitude", "random": "random"},
     ),
 ]
 MPNET = [
-    Point(TASK, "shared keep=0.5", "text", "shared dk=228 dv=648 dff=1408", "default"),
-    Point(TASK, "shared dff=1024", "text", "shared dff=1024", "--dff 1024", -8),
+    Point(TASK, "shared keep=0.5", "text", "shared dk=228 dv=648 dff=1408", "default", 0),
+    Point(TASK, "shared dff=1024", "text", "shared dff=1024", "--dff 1024", -18),
     Point(TASK, "shared dff=1536", "text", "shared dff=1536", "--dff 1536"),
-    Point(OWN, "shared keep=0.5", "default", "shared dk=228 dv=648 dff=1408", "default"),
+    Point(OWN, "shared keep=0.5", "default", "shared dk=228 dv=648 dff=1408", "default", -5),
     Point(OWN, "shared dff=1024", "default", "shared dff=1024", "--dff 1024"),
     Point(OWN, "shared dk=204 dv=636", "default", "shared dk=204 dv=636", "--dk 204 --dv 636"),
     Point(OWN, "shared dk=384 head_dim=64", "none", "shared dk=384", "--dk 384", 0),
@@ -79,7 +78,7 @@ def quality(task: str, row: str, calibration: str | None) -> float:
 
 
 def time(model: str | None, row: str) -> float:
-    wanted = {"row": row, "T": 128, "batch": 8}
+    wanted = {"row": row, "T": 128, "batch": 8, "threads": 1}
     records = [record for record in read_records(RECORDS / "speed.jsonl") if record.get("model") == model]
     return median(record["ratio"] for record in records if wanted.items() <= record.items())
 

@@ -198,6 +198,7 @@ def test_snippets_run(
     names = {
         "model": model,
         "pairs": [("a cat", f"dog {number} runs over the snow") for number in range(20)],
+        "rows": [f"dog {number} runs over the snow" for number in range(20)],
         "tokenizer": minilm_tokenizer,
         "torch": torch,
         "batch": batch,
