@@ -341,14 +341,15 @@ def rearranged(gradients: Tensor, width: int) -> Tensor:
     Start with those of the largest Σ_s g_sj². Then move each of them, the least first, to the removed ones, and take
     back the one whose return leaves the least information (Kwon et al., 3.2). The gradients are (S, N).
     """
-    squares = gradients.square().sum(0)
-    order = squares.argsort()
+    information = gradients.mT @ gradients
+    order = information.diagonal().argsort()
     removed = order[: len(order) - width]
+    with_removed = information[removed].sum(0)
     for neuron in order[len(removed) :] if len(removed) else ():
-        removed = torch.cat([removed, neuron[None]])
-        columns = gradients[:, removed]
-        without = squares[removed] - 2 * columns.sum(1) @ columns  # less the information of all of them
-        removed = removed[torch.arange(len(removed)) != without.argmin()]
+        removed, with_removed = torch.cat([removed, neuron[None]]), with_removed + information[neuron]
+        without = (information.diagonal() - 2 * with_removed)[removed]  # less the information of all of them
+        returned = removed[without.argmin()]
+        removed, with_removed = removed[removed != returned], with_removed - information[returned]
     return torch.ones(len(order)).index_fill(0, removed, 0.0).nonzero()[:, 0]
 
 
