@@ -1,5 +1,6 @@
-"""Training with everything that acts on heads: in a `Trainer` or in any loop."""
+"""Training with everything that acts on heads, in a `Trainer` or in any loop, and towards a dense teacher."""
 
+from collab_compress.training.distillation import DistillationTrainer
 from collab_compress.training.head_training import (
     LOSSES,
     SCHEDULES,
@@ -15,6 +16,7 @@ __all__ = [
     "LOSSES",
     "SCHEDULES",
     "AlphasOptions",
+    "DistillationTrainer",
     "DropHeadOptions",
     "HeadSeq2SeqTrainer",
     "HeadSession",

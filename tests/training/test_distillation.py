@@ -1,0 +1,168 @@
+"""A trainer that trains a model towards its teacher, without labels."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    MarianMTModel,
+    TrainingArguments,
+)
+
+from collab_compress import Compression, compress
+from collab_compress.errors import UnsupportedModelError
+from collab_compress.training import DistillationTrainer
+from collab_compress.training.distillation import distance
+
+PLAIN = {  # one step of gradient descent on one batch
+    "learning_rate": 0.1,
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "lr_scheduler_type": "constant",
+    "max_steps": 1,
+    "per_device_train_batch_size": 8,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "save_strategy": "no",
+}
+HEADS = {
+    "classifier": AutoModelForSequenceClassification,
+    "tagger": AutoModelForTokenClassification,
+    "reader": AutoModelForQuestionAnswering,
+}
+
+
+def rows(count=8, seed=0, labelled=False):
+    """Return inputs of several lengths, padded on the right to 9 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for row in range(count):
+        length = 4 + row % 6
+        ids = torch.zeros(9, dtype=torch.long)
+        ids[:length] = torch.randint(5, 61, (length,), generator=generator)
+        made.append({"input_ids": ids, "attention_mask": (torch.arange(9) < length).long()})
+        if labelled:
+            made[-1]["labels"] = ids[0] % 2
+    return made
+
+
+def joined(data):
+    return {key: torch.stack([row[key] for row in data]) for key in data[0]}
+
+
+def pair(make_tiny, auto=AutoModelForSequenceClassification, family="bert", dropout=0.0):
+    """Return a dense model and its conversion, which loses much."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(make_tiny(family).config)
+    for name in vars(config):
+        if "dropout" in name and isinstance(getattr(config, name), float):
+            setattr(config, name, dropout)
+    dense = auto.from_config(config)
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(dk=6), calibration=None)
+    return dense, converted
+
+
+def trainer_of(model, teacher, folder, data=None, **settings):
+    arguments = TrainingArguments(str(folder), **{**PLAIN, **settings})
+    return DistillationTrainer(model, arguments, teacher=teacher, train_dataset=data or rows())
+
+
+def trained(model, *args, **settings):
+    """Return the parameters of a copy after training."""
+    model = copy.deepcopy(model)
+    trainer_of(model, *args, **settings).train()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def slow_distance(model, teacher, data):
+    """Compute the loss token by token, each text alone and without padding."""
+    sums = {}
+    for row in data:
+        ids = row["input_ids"][row["attention_mask"].bool()][None]
+        ours, theirs = (one(input_ids=ids, output_hidden_states=True) for one in (model, teacher))
+        found = {"hidden": (ours.hidden_states[-1], theirs.hidden_states[-1])}
+        for name in ("logits", "start_logits", "end_logits"):
+            if name in ours:
+                found[name] = (ours[name], theirs[name])
+        for name, (values, wanted) in found.items():
+            error, size = sums.get(name, (0.0, 0.0))
+            for value, target in zip(values.flatten(), wanted.flatten(), strict=True):
+                error, size = error + (value - target) ** 2, size + target**2
+            sums[name] = error, size
+    return sum(error / size for error, size in sums.values())
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_loss_is_that_of_texts_alone(kind, make_tiny):
+    dense, converted = pair(make_tiny, HEADS[kind])
+    batch = joined(rows())
+    ours, theirs = (model(**batch, output_hidden_states=True) for model in (converted, dense))
+    loss = distance(ours, theirs, batch["attention_mask"])
+    torch.testing.assert_close(loss, slow_distance(converted, dense, rows()), rtol=1e-4, atol=1e-6)
+    assert loss > 1e-3
+
+
+def test_step_follows_the_gradient_of_the_loss(make_tiny, tmp_path):
+    dense, converted = pair(make_tiny)
+    wanted = copy.deepcopy(converted)
+    slow_distance(wanted, dense, rows()).backward()
+    for parameter in wanted.parameters():
+        if parameter.grad is not None:
+            parameter.data -= 0.1 * parameter.grad
+    after = trained(converted, dense, tmp_path)
+    for name, parameter in wanted.named_parameters():
+        torch.testing.assert_close(after[name], parameter.detach(), rtol=1e-3, atol=1e-5)
+
+
+def test_labels_and_dropout_do_not_matter(make_tiny, tmp_path):
+    dense, converted = pair(make_tiny, dropout=0.5)
+    plain = trained(converted, dense, tmp_path)
+    labelled = trained(converted, dense, tmp_path, rows(labelled=True))
+    dense_without, without = pair(make_tiny, dropout=0.0)
+    calm = trained(without, dense_without, tmp_path)
+    for name, parameter in plain.items():
+        assert torch.equal(parameter, labelled[name])
+        torch.testing.assert_close(parameter, calm[name])
+
+
+def test_passes_of_a_step_are_averaged(make_tiny, tmp_path):
+    dense, converted = pair(make_tiny)
+    row = rows()[3:4]
+    once = trained(converted, dense, tmp_path, row * 8)
+    twice = trained(converted, dense, tmp_path, row * 16, gradient_accumulation_steps=2)
+    for name, parameter in once.items():
+        torch.testing.assert_close(parameter, twice[name], rtol=1e-3, atol=1e-5)
+
+
+def test_teacher_stays_and_model_comes_closer(make_tiny, tmp_path):
+    dense, converted = pair(make_tiny)
+    before = {name: value.clone() for name, value in dense.state_dict().items()}
+    first = slow_distance(converted, dense, rows()).item()
+    trainer_of(converted, dense, tmp_path, max_steps=60, optim="adamw_torch", learning_rate=3e-3).train()
+    assert slow_distance(converted.eval(), dense, rows()) < 0.3 * first
+    assert all(torch.equal(before[name], value) for name, value in dense.state_dict().items())
+    assert all(parameter.grad is None for parameter in dense.parameters())
+
+
+def test_evaluation_is_that_of_a_trainer(make_tiny, tmp_path):
+    dense, converted = pair(make_tiny)
+    data = rows(labelled=True)
+    scores = trainer_of(converted, dense, tmp_path).evaluate(data)
+    with torch.no_grad():
+        assert scores["eval_loss"] == pytest.approx(converted(**joined(data)).loss.item(), rel=1e-5)
+
+
+def test_refusals(make_tiny, tmp_path):
+    translator = MarianMTModel(make_tiny("marian").config)
+    with pytest.raises(UnsupportedModelError, match="MarianMTModel is an encoder–decoder"):
+        trainer_of(translator, translator, tmp_path)
+    dense, converted = pair(make_tiny)
+    other = AutoModelForSequenceClassification.from_config(dataclasses.replace(dense.config, num_labels=5))
+    with pytest.raises(UnsupportedModelError, match=r"logits .* shapes \(8, 2\) and \(8, 5\)"):
+        trainer_of(converted, other, tmp_path).train()
