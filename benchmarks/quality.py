@@ -20,7 +20,8 @@ A row is a kind and its widths, such as "shared dk=192 head_dim=16 dv=192" or "s
 * wanda, random: our conversion, with neurons chosen so;
 * dense.
 
-With "bf16" in a row ours multiplies in bfloat16 while it converts.
+With "bf16" in a row ours multiplies in bfloat16 while it converts; with "distilled" ours is then trained towards the
+dense model on the calibration data for two epochs, with the settings of `distil_`.
 
 Calibration is on random tokens (synthetic), 512 unlabelled training rows or another number of them (text, `--texts`),
 both, training rows and built-in texts (builtin+text), 1,024 sentences of other tasks and captions (mixed), what the
@@ -31,6 +32,7 @@ the records; rows that are recorded already are skipped.
 import argparse
 import copy
 import math
+import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -53,10 +55,11 @@ from speed import parse_row
 from timing import make_parser, measure_new
 from torch import Tensor
 from torch.nn.functional import normalize
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
 from collab_compress import Compression, Solver, compress
 from collab_compress.calibration import Batch, calibration_batches
+from collab_compress.training import DistillationTrainer
 
 RECORDS = Path(__file__).parent / "records" / "quality.jsonl"
 GLUE = ("cola", "mrpc", "stsb", "rte")
@@ -107,12 +110,14 @@ class Row:
     keep: float | None = None
     refitted: bool = False
     bf16: bool = False
+    distilled: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Row":
         """Parse a row, such as "shared dk=64 refitted"."""
         kind, widths = parse_row(text)
-        return cls(kind, **widths, refitted="refitted" in text, bf16="bf16" in text)
+        flags = {name: name in text for name in ("refitted", "bf16", "distilled")}
+        return cls(kind, **widths, **flags)
 
     def mixing_weights(self, config: Any) -> int:
         """Mixing weights of one layer: of all channels, or of those that the content bias leaves of a head."""
@@ -322,6 +327,9 @@ def smaller_model(
         settings = Compression(**widths, layers=row.layers, keep=row.keep, solver=solver)
         with nullcontext() if row.kind == "shared" else chosen_by(row.kind, seed):
             compress(model, settings, batches, tokenizer)
+        if row.distilled:
+            assert isinstance(batches, list)
+            distil_(model, dense, batches, tokenizer, row.bf16, seed)
     elif row.kind == "svd":
         for layer in layers_of(model, batches):
             svd_(layer, row.separate_dk(model.config), row.dv)
@@ -340,6 +348,25 @@ def smaller_model(
         heads = None if row.dv is None else row.dv * model.config.num_attention_heads // model.config.hidden_size
         narrow_blocks_(row.kind, model, row.dff, batches, heads=heads, labelled=labelled, refitted=row.refitted)
     return model.eval()
+
+
+def distil_(model: Any, dense: Any, batches: list[Batch], tokenizer: Any, bf16: bool, seed: int) -> None:
+    """Train a model for two epochs towards the dense one, in batches of 32 texts of similar length, in place."""
+    rows = [
+        {name: values[place][batch["attention_mask"][place].bool()].tolist() for name, values in batch.items()}
+        for batch in batches
+        for place in range(len(batch["input_ids"]))
+    ]
+    settings = {
+        "per_device_train_batch_size": 32,
+        "train_sampling_strategy": "group_by_length",
+        "bf16": bf16,
+        "use_cpu": True,
+    }
+    quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(folder, num_train_epochs=2, warmup_steps=0.06, seed=seed, **settings, **quiet)
+        DistillationTrainer(model, arguments, teacher=dense, train_dataset=rows, processing_class=tokenizer).train()
 
 
 def find_tasks(args: argparse.Namespace) -> list[Any]:
