@@ -23,7 +23,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
 
     Sums are over tokens that `attention_mask` counts, in float32. Logits are matched as in "Do Deep Nets Really Need
     to be Deep?" (Ba and Caruana, 2014), hidden states as in TinyBERT (Jiao et al., 2020). Labels are not read, and
-    both models run without dropout. Evaluation is that of a `Trainer`.
+    both models run in evaluation mode, without dropout and gradient checkpointing. Evaluation is that of a `Trainer`.
 
     Args:
         args: as `Trainer` takes them, a model first.
@@ -31,7 +31,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         kwargs: as `Trainer` takes them.
 
     Raises:
-        UnsupportedModelError: the model is an encoder–decoder, or the teacher's outputs have other shapes.
+        UnsupportedModelError: the model is an encoder–decoder or its own teacher, or their outputs differ in shape.
 
     Example:
         >>> from copy import deepcopy
@@ -50,6 +50,11 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} is an encoder–decoder; DistillationTrainer trains models with one "
                 "stack of layers, so fine-tune it on labels"
+            )
+        if teacher is self.model:
+            raise UnsupportedModelError(
+                "the teacher is the model that is trained; conversions change a model in place, so pass a copy of "
+                "the dense one, or load it again"
             )
         self.teacher = teacher.to(self.args.device).eval()
         self.model_accepts_loss_kwargs = False  # the trainer divides the loss by the passes of a step

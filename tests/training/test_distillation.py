@@ -163,6 +163,8 @@ def test_refusals(make_tiny, tmp_path):
     with pytest.raises(UnsupportedModelError, match="MarianMTModel is an encoder–decoder"):
         trainer_of(translator, translator, tmp_path)
     dense, converted = pair(make_tiny)
+    with pytest.raises(UnsupportedModelError, match="the teacher is the model that is trained"):
+        trainer_of(dense, dense, tmp_path)
     other = AutoModelForSequenceClassification.from_config(dataclasses.replace(dense.config, num_labels=5))
     with pytest.raises(UnsupportedModelError, match=r"logits .* shapes \(8, 2\) and \(8, 5\)"):
         trainer_of(converted, other, tmp_path).train()
