@@ -89,6 +89,7 @@ def _run(recipe: Recipe, stages: Sequence[str]) -> None:
     folder, usual_tuning = recipe.output / stages[0], recipe.tuning or recipe.again or Tuning()
     if recipe.tuning is not None:
         source = _fine_tune(workload, source, recipe.tuning, folder)
+    dense = source
     _evaluate(workload, source, usual_tuning, folder, commits)
     if recipe.conversion_name is not None:
         folder = recipe.output / recipe.conversion_name
@@ -96,7 +97,7 @@ def _run(recipe: Recipe, stages: Sequence[str]) -> None:
         _evaluate(workload, source, usual_tuning, folder, commits)
     if recipe.again is not None and recipe.again_name is not None:
         folder = recipe.output / recipe.again_name
-        source = _fine_tune(workload, source, recipe.again, folder)
+        source = _fine_tune(workload, source, recipe.again, folder, dense if recipe.again.distilled else None)
         _evaluate(workload, source, recipe.again, folder, commits)
 
 
@@ -154,12 +155,13 @@ def _rehearse(workload: Workload, source: Path) -> None:
         rehearse(workload, model, recipe.again)
 
 
-def _fine_tune(workload: Workload, source: Path, tuning: Tuning, folder: Path) -> Path:
-    """Fine-tune a model into `folder/model` if that is missing, and return its path."""
+def _fine_tune(workload: Workload, source: Path, tuning: Tuning, folder: Path, dense: Path | None = None) -> Path:
+    """Fine-tune a model into `folder/model` if that is missing, towards a dense one if given, and return its path."""
     if _is_missing("model", workload.recipe, [folder.name]):
         model = on_every_process(workload.load_model)(source, trained=False)
+        teacher = None if dense is None else on_every_process(workload.load_model)(dense)
         on_main_process(claim)(workload.recipe, folder)
-        fine_tune(workload, model, tuning, folder)
+        fine_tune(workload, model, tuning, folder, teacher)
     return folder / "model"
 
 

@@ -63,6 +63,9 @@ class Tuning:
     max_steps: int = -1
     """Steps of training instead of epochs, if positive."""
 
+    distilled: bool = False
+    """Whether it trains towards the model before its conversion, without labels (`DistillationTrainer`)."""
+
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further TrainingArguments of Transformers."""
 
@@ -218,6 +221,8 @@ class Recipe:
             raise RecipeError("a fresh model is trained first; give tuning")
         if self.again is not None and self.compression is None and self.tuning is None:
             raise RecipeError("again is a second fine-tuning; give compression or tuning too, or leave again out")
+        if any(tuning is not None and tuning.distilled for tuning in (self.tuning, self.again)):
+            self._check_distilled()
         if self.conversion is not None and self.compression is None and self.again is None:
             raise RecipeError(
                 f"conversion {self.conversion!r} converts nothing; give compression too, or leave conversion out"
@@ -236,6 +241,15 @@ class Recipe:
                 raise RecipeError(f"{name!r} cannot name a folder")
         if self.conversion in ("start", "given", "tuned") or (self.conversion or "").endswith("-again"):
             raise RecipeError(f"a conversion cannot be called {self.conversion!r}, as another stage is")
+
+    def _check_distilled(self) -> None:
+        """Refuse to train towards a model that there is not, or with what needs labels."""
+        if self.compression is None or (self.tuning is not None and self.tuning.distilled):
+            raise RecipeError(
+                "distilled trains a conversion towards its dense model; give compression, and set it in again"
+            )
+        if self.heads != HeadTraining():
+            raise RecipeError("again.distilled trains without what acts on heads; leave heads out")
 
     @property
     def trains(self) -> bool:

@@ -1,5 +1,6 @@
 """Fine-tune the model of a workload with a Trainer, and evaluate it."""
 
+import copy
 import json
 import logging
 import shutil
@@ -26,7 +27,7 @@ from transformers.integrations import (
 
 from collab_compress.checkpoint.files import atomic_directory
 from collab_compress.errors import CollabCompressError, RecipeError, one_line
-from collab_compress.training import HeadSession, HeadTraining
+from collab_compress.training import DistillationTrainer, HeadSession, HeadTraining
 
 from .by_length import group_by_length
 from .outputs import write_record
@@ -49,10 +50,19 @@ EVALUATION_ARGUMENTS = {
 """Training arguments that also hold during evaluation; generation is set by the recipe's `translation`."""
 
 
-def fine_tune(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder: Path) -> None:
-    """Fine-tune a model, from the last checkpoint if there is one, and save it in `folder/model` with its log."""
+def fine_tune(
+    workload: Workload,
+    model: PreTrainedModel,
+    tuning: Tuning,
+    folder: Path,
+    teacher: PreTrainedModel | None = None,
+) -> None:
+    """Fine-tune a model, from the last checkpoint if there is one, and save it in `folder/model` with its log.
+
+    With a teacher it is trained towards that, without labels.
+    """
     checkpoints, recipe = folder / CHECKPOINTS, workload.recipe
-    trainer = _make_trainer(workload, model, tuning, checkpoints, recipe.heads)
+    trainer = _make_trainer(workload, model, tuning, checkpoints, recipe.heads, teacher)
     if trainer.accelerator.mixed_precision == "bf16" and _is_emulated(trainer.accelerator.device):
         logger.warning("this CPU only emulates bfloat16, and float32 is faster; pass tuning.arguments.bf16=false")
     keep_logs(trainer, recipe, folder)
@@ -92,7 +102,8 @@ def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None
     heads = workload.recipe.heads
     try:
         with TemporaryDirectory() as folder:
-            trainer = _make_trainer(workload, model, tuning, Path(folder), heads)
+            teacher = copy.deepcopy(model) if tuning.distilled else None
+            trainer = _make_trainer(workload, model, tuning, Path(folder), heads, teacher)
             trainer.create_optimizer_and_scheduler(num_training_steps=1000)
             next(iter(trainer.get_train_dataloader()))
             if trainer.eval_dataset is not None:
@@ -162,21 +173,28 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _make_trainer(
-    workload: Workload, model: PreTrainedModel, tuning: Tuning, folder: Path, heads: HeadTraining | None = None
+    workload: Workload,
+    model: PreTrainedModel,
+    tuning: Tuning,
+    folder: Path,
+    heads: HeadTraining | None = None,
+    teacher: PreTrainedModel | None = None,
 ) -> Trainer:
     """Return a trainer; without `heads` it evaluates in full precision."""
     arguments = training_arguments(workload, tuning, folder)
     if heads is None:
         arguments.mixed_precision = "no"  # even under `accelerate launch --mixed_precision`
     tokenizer, data = workload.new_tokenizer(), workload.data
-    trainer: Trainer = group_by_length(workload.trainer_class)(
+    trainer_class = workload.trainer_class if teacher is None else DistillationTrainer
+    own: dict[str, Any] = {"head_training": heads} if teacher is None else {"teacher": teacher}
+    trainer: Trainer = group_by_length(trainer_class)(
         model,
         arguments,
         train_dataset=data.get("train"),
         eval_dataset=next((rows for split, rows in data.items() if split.startswith("validation")), None),
         processing_class=tokenizer,
         data_collator=workload.collator(model, tokenizer),
-        head_training=heads,
+        **own,
         **workload.options(tokenizer, tuning),
     )
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:

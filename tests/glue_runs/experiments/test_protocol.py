@@ -9,6 +9,7 @@ from collab_compress_glue_runs.experiments import read_recipe, run
 from collab_compress_glue_runs.experiments import tuning as tuning_module
 from collab_compress_glue_runs.experiments.by_length import group_by_length
 from collab_compress_glue_runs.experiments.tuning import whole_checkpoints
+from collab_compress_glue_runs.tasks import load_task
 from datasets import Dataset
 from safetensors.torch import load_file
 from tiny_recipes import mrpc, trained
@@ -66,6 +67,34 @@ def test_the_dense_model_can_be_tuned_again(start, data_dir, tmp_path, named, st
     assert again["metrics"] == expected["metrics"]
     assert same_weights(tmp_path / "out" / stage, tmp_path / "once/tuned")
     assert not same_weights(tmp_path / "out" / stage, tmp_path / "out/tuned")
+
+
+def test_a_conversion_is_distilled_without_labels(start, data_dir, tmp_path):
+    towards = TUNING.replace("epochs: 4, learning_rate: 1.0e-3", "epochs: 40, learning_rate: 4.0e-3, distilled: true")
+    output = tmp_path / "out"
+    recipe = read_recipe(overrides=settings(start, data_dir, output, "compression.dk=3", f"again={towards}"))
+    run(recipe)
+    models = [trained(output / stage)[0] for stage in ("tuned", "dk3", "dk3-again")]
+    _, tokenizer = trained(output / "tuned")
+    sentences = load_task("mrpc", data_dir, splits=["train"])["train"]["text"]
+    batch = tokenizer(list(sentences), padding=True, return_tensors="pt")
+    with torch.no_grad():
+        dense, converted, distilled = (model(**batch).logits for model in models)
+    assert (distilled - dense).norm() < 0.7 * (converted - dense).norm()  # labels lead to six times as much
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([f"tuning={TUNING.replace('epochs', 'distilled: true, epochs')}"], "give compression, and set it in again"),
+        (["compression=null"], "give compression, and set it in again"),
+        (["heads.drophead=[{p: 0.2}]"], r"again\.distilled trains without what acts on heads"),
+    ],
+)
+def test_distillation_is_refused_where_it_has_no_teacher(more, message, start, data_dir, tmp_path):
+    towards = f"again={TUNING.replace('epochs', 'distilled: true, epochs')}"
+    with pytest.raises(RecipeError, match=message):
+        read_recipe(overrides=settings(start, data_dir, tmp_path / "out", towards, *more))
 
 
 def same_weights(*folders):
