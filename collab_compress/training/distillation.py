@@ -64,7 +64,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         model.eval()  # without dropout; the trainer calls `train` before each pass
-        read = {name: value for name, value in inputs.items() if name != "labels"}
+        read = {name: value for name, value in inputs.items() if name not in {"labels", *self.label_names}}
         outputs = model(**read, output_hidden_states=True)
         with torch.no_grad():
             wanted = self.teacher(**read, output_hidden_states=True)

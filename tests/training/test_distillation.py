@@ -131,6 +131,15 @@ def test_labels_and_dropout_do_not_matter(make_tiny, tmp_path):
         torch.testing.assert_close(parameter, calm[name])
 
 
+def test_no_label_is_read(make_tiny, tmp_path):
+    dense, reader = pair(make_tiny, HEADS["reader"])
+    trainer = trainer_of(reader, dense, tmp_path)
+    batch = joined(rows())
+    loss, outputs = trainer.compute_loss(reader.train(), batch | {"start_positions": "?"}, return_outputs=True)
+    assert "loss" not in outputs
+    torch.testing.assert_close(loss, slow_distance(reader, dense, rows()), rtol=1e-4, atol=1e-6)
+
+
 def test_passes_of_a_step_are_averaged(make_tiny, tmp_path):
     dense, converted = pair(make_tiny)
     row = rows()[3:4]
