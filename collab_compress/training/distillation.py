@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
-from collab_compress.errors import UnsupportedModelError
+from collab_compress.errors import UnsupportedModelError, check_type
 
 LOGITS = ("logits", "start_logits", "end_logits")  # outputs of heads, those of question answering by token
 
@@ -31,7 +31,8 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         kwargs: as `Trainer` takes them.
 
     Raises:
-        UnsupportedModelError: the model is an encoder–decoder or its own teacher, or their outputs differ in shape.
+        UnsupportedModelError: the model is an encoder–decoder or its own teacher, the teacher is no model, or the
+            shapes of outputs or of `attention_mask` do not fit.
 
     Example:
         >>> from copy import deepcopy
@@ -45,6 +46,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, teacher: PreTrainedModel, **kwargs: Any) -> None:
+        check_type("teacher", teacher, nn.Module, UnsupportedModelError)
         super().__init__(*args, **kwargs)
         if self.model.config.is_encoder_decoder:
             raise UnsupportedModelError(
@@ -85,7 +87,12 @@ def distance(outputs: Mapping[str, Any], teacher: Mapping[str, Any], mask: Tenso
         if values.shape != wanted.shape:
             shapes = " and ".join(str(tuple(tensor.shape)) for tensor in (values, wanted))
             raise UnsupportedModelError(f"the {name} of the model and of its teacher have the shapes {shapes}")
-        if mask is not None and (values.dim() > 2 or name != "logits"):
+        if mask is not None and (name != "logits" or values.dim() > 2):  # of tokens
+            if mask.shape != values.shape[:2]:
+                raise UnsupportedModelError(
+                    f"attention_mask has the shape {tuple(mask.shape)}, and the {name} {tuple(values.shape)}; such "
+                    "models cannot be distilled"
+                )
             values, wanted = values[mask.bool()], wanted[mask.bool()]
         errors.append((values - wanted).square().sum() / wanted.square().sum())
     return torch.stack(errors).sum()

@@ -64,7 +64,7 @@ class Tuning:
     """Steps of training instead of epochs, if positive."""
 
     distilled: bool = False
-    """Whether it trains towards the model before its conversion, without labels (`DistillationTrainer`)."""
+    """Whether it trains towards the model as it was before conversion, without labels (`DistillationTrainer`)."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further TrainingArguments of Transformers."""

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -49,10 +50,6 @@ def rows(count=8, seed=0, labelled=False):
         if labelled:
             made[-1]["labels"] = ids[0] % 2
     return made
-
-
-def joined(data):
-    return {key: torch.stack([row[key] for row in data]) for key in data[0]}
 
 
 def pair(make_tiny, auto=AutoModelForSequenceClassification, family="bert", dropout=0.0):
@@ -101,7 +98,7 @@ def slow_distance(model, teacher, data):
 @pytest.mark.parametrize("kind", HEADS)
 def test_loss_is_that_of_texts_alone(kind, make_tiny):
     dense, converted = pair(make_tiny, HEADS[kind])
-    batch = joined(rows())
+    batch = default_collate(rows())
     ours, theirs = (model(**batch, output_hidden_states=True) for model in (converted, dense))
     loss = distance(ours, theirs, batch["attention_mask"])
     torch.testing.assert_close(loss, slow_distance(converted, dense, rows()), rtol=1e-4, atol=1e-6)
@@ -134,7 +131,7 @@ def test_labels_and_dropout_do_not_matter(make_tiny, tmp_path):
 def test_no_label_is_read(make_tiny, tmp_path):
     dense, reader = pair(make_tiny, HEADS["reader"])
     trainer = trainer_of(reader, dense, tmp_path)
-    batch = joined(rows())
+    batch = default_collate(rows())
     loss, outputs = trainer.compute_loss(reader.train(), batch | {"start_positions": "?"}, return_outputs=True)
     assert "loss" not in outputs
     torch.testing.assert_close(loss, slow_distance(reader, dense, rows()), rtol=1e-4, atol=1e-6)
@@ -164,7 +161,7 @@ def test_evaluation_is_that_of_a_trainer(make_tiny, tmp_path):
     data = rows(labelled=True)
     scores = trainer_of(converted, dense, tmp_path).evaluate(data)
     with torch.no_grad():
-        assert scores["eval_loss"] == pytest.approx(converted(**joined(data)).loss.item(), rel=1e-5)
+        assert scores["eval_loss"] == pytest.approx(converted(**default_collate(data)).loss.item(), rel=1e-5)
 
 
 def test_refusals(make_tiny, tmp_path):
@@ -174,6 +171,16 @@ def test_refusals(make_tiny, tmp_path):
     dense, converted = pair(make_tiny)
     with pytest.raises(UnsupportedModelError, match="the teacher is the model that is trained"):
         trainer_of(dense, dense, tmp_path)
+    with pytest.raises(UnsupportedModelError, match="teacher is of type str: 'dense'; expected Module"):
+        trainer_of(converted, "dense", tmp_path)
     other = AutoModelForSequenceClassification.from_config(dataclasses.replace(dense.config, num_labels=5))
     with pytest.raises(UnsupportedModelError, match=r"logits .* shapes \(8, 2\) and \(8, 5\)"):
         trainer_of(converted, other, tmp_path).train()
+
+
+def test_a_mask_of_other_tokens_is_refused(make_tiny):
+    dense, converted = pair(make_tiny)
+    batch = default_collate(rows())
+    ours, theirs = (model(**batch, output_hidden_states=True) for model in (converted, dense))
+    with pytest.raises(UnsupportedModelError, match=r"attention_mask has the shape \(8, 8\), and the hidden states"):
+        distance(ours, theirs, batch["attention_mask"][:, 1:])

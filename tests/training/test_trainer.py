@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.nn.functional import cross_entropy
-from torch.utils.data import SequentialSampler
+from torch.utils.data import SequentialSampler, default_collate
 from transformers import (
     AutoModelForSequenceClassification,
     BertForSequenceClassification,
@@ -60,11 +60,6 @@ def dataset(count=16, length=7, seed=0):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 61, (count, length), generator=generator)
     return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[0] % 2} for row in ids]
-
-
-def joined(rows):
-    """Return rows as one batch."""
-    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
 SETTINGS = {
@@ -274,7 +269,7 @@ def test_growth_beside_a_summed_loss_is_in_the_unit_of_the_authors(
     trainer_of(model, tmp_path, HeadTraining(alphas=options), rows, **more).train()
     mix_heads_(other.train())
     count = passes * sum(int((row["labels"] != -100).sum()) for row in data[:2])
-    logits = other(**joined(data[:2])).logits
+    logits = other(**default_collate(data[:2])).logits
     labels = torch.stack([row["labels"] for row in data[:2]])
     task = cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing, reduction="sum")
     growth = sum(-torch.linalg.svdvals(matrix).sum() for matrix in alphas_of(other).values())
@@ -313,7 +308,7 @@ def test_a_stock_loss_adds_up_and_the_penalty_does_not(task, make_tiny, set_drop
     other, _ = task(make_tiny, set_dropout_)
     trainer_of(model, tmp_path, stock, data[:2] * 4, **ONE_STEP, size=2, passes=4).train()
     session = HeadSession(other.train(), stock)
-    loss = other(**joined(data[:2])).loss
+    loss = other(**default_collate(data[:2])).loss
     (4 * loss + session.penalty()).backward()
     assert_stepped(model, other)
 
@@ -348,7 +343,7 @@ def test_the_gradient_is_that_of_loss_plus_penalty(loss_from, make_tiny, set_dro
     more = {"label_smoothing_factor": 0.1} if loss_from == "smoothed" else {}
     loss = doubled if loss_from == "function" else None
     trainer = trainer_of(model, tmp_path, PENALTIES, data, loss=loss, **ONE_STEP, size=8, **more)
-    batch = joined(data)
+    batch = default_collate(data)
     trainer.train()
     session = HeadSession(other.train(), PENALTIES)
     logits = other(batch["input_ids"], batch["attention_mask"], decoder_input_ids=batch["decoder_input_ids"]).logits
