@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from .progress import progress
 AUTO = "auto"
 CALIBRATIONS = "auto|builtin|synthetic|generated|none|FILE[:COLUMN] ..."
 MODEL = "minilm (embedded), a model directory, or a name on the hub (bert-base, org/name)."
+TEACHER = "The dense model that MODEL was made from: a directory, or a name on the hub."
 DEVICE = "Where to run models, as torch names it (cpu, cuda:0); auto: the accelerator, if there is one."
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL", help=MODEL)]
 Device = Annotated[str, tyro.conf.arg(metavar="DEVICE", help=DEVICE)]
@@ -335,10 +337,64 @@ class PruneArguments(EditArguments):
             raise CollabCompressError("--heads names the heads, so no data are needed; leave the data out")
 
 
+@dataclass(frozen=True)
+class DistillationOptions:
+    """How to train. The learning rate rises to its value in the first 6 % of the steps, and then falls to 0."""
+
+    epochs: Annotated[float, tyro.conf.arg(metavar="N")] = 2.0
+    """How often each text is read."""
+
+    learning_rate: Annotated[float, tyro.conf.arg(metavar="RATE")] = 5e-5
+    """Highest learning rate, of AdamW."""
+
+    batch_size: Count = 32
+    """Texts of one step."""
+
+    bf16: bool = False
+    """Multiply in bfloat16, in mixed precision: faster on GPUs and on processors with instructions for it
+    (AVX512-BF16, AMX), slower on others."""
+
+    seed: int = 0
+    """Seed of the order of the texts, and of which are held back."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "learning_rate"):
+            if not 0 < getattr(self, name) < inf:
+                value = getattr(self, name)
+                raise CollabCompressError(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
+        check_counts(self, CollabCompressError, "batch_size")
+        check_counts(self, CollabCompressError, "seed", least=0, most=LARGEST_SEED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillArguments(EditArguments):
+    """Train a converted model towards the dense one, on texts without labels, to repair part of its loss.
+
+    An eighth of the texts, at most 64, is held back to compare both models before and after. All weights are
+    trained, in float32; those of heads that mix too. If it is interrupted, the same command goes on from the last
+    checkpoint in OUTPUT.checkpoints.
+
+    Examples:
+      collab-distill my-classifier-keep0.5 ./my-classifier --texts train.tsv:sentence1,sentence2
+      collab-distill my-embedder-keep0.5 ./my-embedder --texts documents/ queries.txt --epochs 4
+    """
+
+    teacher: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TEACHER", help=TEACHER)]
+
+    texts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE[:COLUMN] ...")]
+    """Texts like those that the model will read, best the ones that it was calibrated on: all that
+    collab-compress --calibration takes."""
+
+    training: tyro.conf.OmitArgPrefixes[DistillationOptions] = field(default_factory=DistillationOptions)
+
+    calibration_options: tyro.conf.OmitArgPrefixes[CalibrationOptions] = field(default_factory=CalibrationOptions)
+
+
 def check_places(arguments: Any) -> None:
     """Refuse a model directory that does not exist and an output that does, before large libraries are imported."""
-    model, output = getattr(arguments, "model", ""), getattr(arguments, "output", None)
-    if model.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(model)):
-        raise CheckpointError(f"{model} is not a directory; pass a model directory or a hub name")
+    output = getattr(arguments, "output", None)
+    for model in (getattr(arguments, name, "") for name in ("model", "teacher")):
+        if model.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(model)):
+            raise CheckpointError(f"{model} is not a directory; pass a model directory or a hub name")
     if output is not None and os.path.lexists(output):
         raise CheckpointError(f"{output} exists; choose another output or remove it")

@@ -104,8 +104,8 @@ def errors_in_one_line(name: str, hold_warnings: bool = True) -> Iterator[None]:
         for message in dict.fromkeys(record.getMessage() for record in held.buffer):
             _print_line(name, message)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        _print_line(name, "interrupted; nothing half-written is left")
+    except KeyboardInterrupt as interrupt:
+        _print_line(name, str(interrupt) or "interrupted; nothing half-written is left")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
         _close_output()

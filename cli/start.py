@@ -2,7 +2,14 @@
 
 from collections.abc import Sequence
 
-from .arguments import AnalyzeArguments, CompressArguments, ExpandArguments, MergeArguments, PruneArguments
+from .arguments import (
+    AnalyzeArguments,
+    CompressArguments,
+    DistillArguments,
+    ExpandArguments,
+    MergeArguments,
+    PruneArguments,
+)
 from .command import command
 
 Words = Sequence[str] | None
@@ -21,6 +28,14 @@ def compress(argv: Words = None) -> None:
     """Run `collab-compress`."""
     with command("collab-compress", CompressArguments, argv) as arguments:
         from .compress import run
+
+        run(arguments)
+
+
+def distill(argv: Words = None) -> None:
+    """Run `collab-distill`."""
+    with command("collab-distill", DistillArguments, argv) as arguments:
+        from .distill import run
 
         run(arguments)
 

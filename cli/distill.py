@@ -1,0 +1,180 @@
+"""`collab-distill`: train a converted model towards the dense one, on texts without labels."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
+
+from collab_compress import CheckpointError, CollabCompressError
+from collab_compress.calibration.batches import shuffled
+from collab_compress.calibration.encode import vocabulary_size
+from collab_compress.calibration.gather import Batch
+from collab_compress.calibration.source import read_calibration, text_files
+from collab_compress.checkpoint.files import refuse_place, to_json, write_new
+from collab_compress.conversion.agreement import measure
+from collab_compress.conversion.reading import Reading
+from collab_compress.conversion.report import Agreement, OutputError
+from collab_compress.training import DistillationTrainer
+
+from .arguments import DistillArguments, DistillationOptions
+from .distributed import process_state
+from .model import Source, begin, finish, load_source
+from .pretrained import find_directory
+from .progress import progress
+
+SETTINGS = "settings.json"  # in the folder of the checkpoints
+SAVES = 0.2  # share of the steps after which there is a checkpoint
+WARMUP = 0.06  # share of the steps in which the learning rate rises
+Measured = tuple[OutputError | None, Agreement | None]
+
+
+def run(arguments: DistillArguments) -> None:
+    """Load both models, train one towards the other, save and print."""
+    if process_state().num_processes > 1:
+        raise CollabCompressError(
+            "collab-distill runs in one process; of several, collab-run trains with all of them"
+        )
+    source, output = begin(arguments, "-distilled", inputs=text_files(arguments.texts))
+    training, options = arguments.training, arguments.calibration_options
+    settings = {"model": arguments.model, "teacher": arguments.teacher, "texts": arguments.texts}
+    settings |= {**asdict(training), **asdict(options)}
+    with _checkpoints(output, settings) as folder:
+        teacher = load_source(
+            arguments.teacher, find_directory(arguments.teacher), arguments.device, edited=True
+        ).model
+        if vocabulary_size(teacher) != vocabulary_size(source.model):
+            raise CollabCompressError(
+                f"{arguments.model} has {vocabulary_size(source.model):,} tokens and {arguments.teacher} "
+                f"{vocabulary_size(teacher):,}; both must read the same, so pass the model that was converted"
+            )
+        data = read_calibration(source.model, arguments.texts, source.tokenizer, options, training.seed)
+        if not data.held_back:
+            raise CollabCompressError("there is nothing to train on; pass files with at least two texts")
+        reading, dtype = Reading.of(source.model, source.model, source.tokenizer), source.model.dtype
+        progress("comparing both models")
+        before = measure(source.model, teacher, data, reading)
+        _train_(source, teacher, data.used, training, folder)
+        source.model.to(dtype)
+        progress("comparing both models again")
+        after = measure(source.model, teacher, data, reading)
+        texts = sum(len(batch["input_ids"]) for batch in data.used)
+        note = f"Trained towards `{arguments.teacher}` without labels, {training.epochs:g} epochs of {texts:,} texts."
+        changes = _changes(before, after)
+        record = {**settings, "before": _numbers(before), "after": _numbers(after)}
+        finish(source, output, arguments.saving, record, [*changes, note], notes=[note, *changes])
+
+
+@contextmanager
+def _checkpoints(output: Path, settings: dict[str, Any]) -> Iterator[Path]:
+    """Yield the folder of the checkpoints, new or of the same command; only a run that cannot end leaves it."""
+    folder = output.with_name(f"{output.name}.checkpoints")
+    stored, wanted = folder / SETTINGS, to_json(settings)
+    if not folder.exists():
+        refuse_place(folder)
+        folder.mkdir(parents=True)
+        write_new(stored, wanted)
+    elif not stored.is_file() or stored.read_text(encoding="utf-8") != wanted:
+        raise CheckpointError(
+            f"{folder} is not from an interrupted run of this very command; remove it, or choose another output"
+        )
+    try:
+        yield folder
+    except KeyboardInterrupt as interrupt:
+        if _last_checkpoint(folder) is None:
+            raise
+        message = f"interrupted; the same command goes on from the last checkpoint in {folder}"
+        raise KeyboardInterrupt(message) from interrupt
+    finally:
+        if output.exists() or _last_checkpoint(folder) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _last_checkpoint(folder: Path) -> str | None:
+    """Return the last checkpoint, without one that was still being written; None without any."""
+    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]  # which is written last
+    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+
+
+def _train_(
+    source: Source, teacher: PreTrainedModel, batches: Sequence[Batch], options: DistillationOptions, folder: Path
+) -> None:
+    """Train a model in place, in float32, from the last checkpoint if there is one."""
+    padding = getattr(source.tokenizer, "pad_token_id", None) or 0
+    trainer_arguments = TrainingArguments(
+        str(folder),
+        num_train_epochs=options.epochs,
+        learning_rate=options.learning_rate,
+        warmup_steps=WARMUP,
+        per_device_train_batch_size=1,  # of those that are made here
+        bf16=options.bf16,
+        seed=options.seed,
+        use_cpu=source.model.device.type == "cpu",
+        dataloader_pin_memory=source.model.device.type != "cpu",
+        save_steps=SAVES,
+        save_total_limit=1,
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = DistillationTrainer(
+        source.model.float(),
+        trainer_arguments,
+        teacher=teacher,
+        train_dataset=_of_similar_lengths(batches, options.batch_size, options.seed, padding),
+        data_collator=itemgetter(0),
+        callbacks=[_Steps()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
+    source.model.eval()
+
+
+def _of_similar_lengths(batches: Sequence[Batch], size: int, seed: int, padding: int) -> list[Batch]:
+    """Return the sequences of some batches in new ones of `size`, with little padding, which is on the right."""
+    rows = [
+        {name: values[place][batch["attention_mask"][place].bool()] for name, values in batch.items()}
+        for batch in batches
+        for place in range(len(batch["input_ids"]))
+    ]
+    rows = sorted(shuffled(rows, seed), key=lambda row: len(row["input_ids"]))
+    groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+    fills = {"input_ids": padding}
+    return [
+        {name: pad_sequence([row[name] for row in group], True, fills.get(name, 0)) for name in group[0]}
+        for group in groups
+    ]
+
+
+class _Steps(TrainerCallback):  # type: ignore[misc]
+    """Shows the steps of the training."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        progress("training", state.global_step, state.max_steps)
+
+
+def _changes(before: Measured, after: Measured) -> list[str]:
+    """Return how far the outputs were from the teacher's and are now, and what of its results stayed and stays."""
+    (old, old_agreement), (new, new_agreement) = before, after
+    lines = []
+    if old is not None and new is not None:
+        lines.append(
+            f"Output error: {old.relative_error:.1%} → {new.relative_error:.1%} ({new.output} of {new.sequences} "
+            "held-back texts)."
+        )
+    if old_agreement is not None and new_agreement is not None:
+        lines += [f"Before: {old_agreement.finding}", f"After: {new_agreement.finding}"]
+    return lines
+
+
+def _numbers(measured: Measured) -> dict[str, Any]:
+    """Return both measurements for the record."""
+    return {
+        name: None if part is None else asdict(part)
+        for name, part in zip(("output_error", "agreement"), measured, strict=True)
+    }

@@ -1,0 +1,147 @@
+"""`collab-distill`: training towards the dense model, without labels, that goes on where it was interrupted."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from collab_compress_cli import distill, start
+from collab_compress_cli.pretrained import load_model
+from commands import ran
+from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+from collab_compress import Compression, compress
+
+QUICK = ("--learning-rate", 0.01, "--batch-size", 8, "--epochs", 4, "--device", "cpu")
+TEXTS = ("--texts", "texts.txt")
+SIZES = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 32}
+SIZES |= {"vocab_size": 30522, "max_position_embeddings": 64, "initializer_range": 0.4}
+
+
+@pytest.fixture(autouse=True)
+def folder(minilm_tokenizer, tmp_path, monkeypatch):
+    """Work in a folder with texts, a tiny classifier, an embedder, and their conversions, one of them in bfloat16."""
+    monkeypatch.chdir(tmp_path)
+    for name, model_class in (("dense", BertForSequenceClassification), ("embedder", BertModel)):
+        torch.manual_seed(0)
+        model = model_class(BertConfig(**SIZES)).eval()
+        model.save_pretrained(name)
+        compress(model, Compression(dk=3, dv=6), calibration=None)
+        model.save_pretrained(f"{name}-small")
+        model.bfloat16().save_pretrained(f"{name}-bf16")
+    for name in ("dense", "dense-small", "dense-bf16", "embedder", "embedder-small"):
+        minilm_tokenizer.save_pretrained(name)
+    lines = [f"text {n} " + "of a user who writes more " * (n % 4) + f"in {1900 + n}\n" for n in range(40)]
+    (tmp_path / "texts.txt").write_text("".join(lines), encoding="utf-8")
+    (tmp_path / "one.txt").write_text("one text\n", encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys):
+    return lambda *arguments: ran(start.distill, arguments, capsys)
+
+
+def error(part):
+    return part["output_error"]["relative_error"]
+
+
+@pytest.mark.parametrize(("model", "teacher"), [("dense-small", "dense"), ("embedder-small", "embedder")])
+def test_it_comes_nearer_to_the_dense_model_and_says_so(run, folder, model, teacher):
+    code, printed, errors = run(model, teacher, *TEXTS, *QUICK, "--json", "out.json")
+    assert (code, errors) == (0, "")
+    output = folder / f"{model}-distilled"
+    record = json.loads((folder / "out.json").read_text())
+    assert record == json.loads((output / "collab_compress.json").read_text())
+    assert (record["model"], record["teacher"], record["texts"]) == (model, teacher, ["texts.txt"])
+    assert error(record["after"]) < 0.8 * error(record["before"])
+    assert f"Output error: {error(record['before']):.1%} → {error(record['after']):.1%}" in printed
+    assert (record["after"]["agreement"] is not None) == ("Before: " in printed)
+    assert "without labels, 4 epochs of 35 texts" in (output / "README.md").read_text()
+    assert not (folder / f"{model}-distilled.checkpoints").exists()
+
+
+def test_trained_weights_are_saved_in_the_dtype_of_the_model(run):
+    assert run("dense-bf16", "dense", *TEXTS, *QUICK)[0] == 0
+    before, after = (load_model(Path(name), edited=True) for name in ("dense-bf16", "dense-bf16-distilled"))
+    assert before.dtype == after.dtype == torch.bfloat16
+    changed = [
+        not torch.equal(one, other) for one, other in zip(before.parameters(), after.parameters(), strict=True)
+    ]
+    assert all(changed)
+
+
+def interrupt(monkeypatch, after):
+    """Interrupt the training after some steps."""
+
+    def step(step, done=0, total=None):
+        if (step, done) == ("training", after):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(distill, "progress", step)
+
+
+def test_an_interrupted_run_goes_on_to_the_same_weights(run, folder, monkeypatch):
+    words = ("dense-small", "dense", *TEXTS, *QUICK)
+    assert run(*words, "--output", "whole")[0] == 0
+    with monkeypatch.context() as patch:
+        interrupt(patch, after=11)  # of 20; a checkpoint follows every fourth
+        code, _, message = run(*words, "--output", "broken")
+    assert (code, message.count("\n")) == (130, 1)
+    assert "the same command goes on from the last checkpoint in broken.checkpoints" in message
+    assert not (folder / "broken").exists()
+    code, _, message = run(*words, "--seed", 1, "--output", "broken")
+    assert code == 2
+    assert "not from an interrupted run of this very command" in message
+    (folder / "broken.checkpoints" / "checkpoint-12").mkdir()  # which another interrupt left half-written
+    steps = []
+    monkeypatch.setattr(distill, "progress", lambda step, done=0, total=None: steps.append((step, done)))
+    assert run(*words, "--output", "broken")[0] == 0
+    assert [done for step, done in steps if step == "training"] == list(range(9, 21))
+    one, other = (load_model(Path(name), edited=True).state_dict() for name in ("whole", "broken"))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert not (folder / "broken.checkpoints").exists()
+
+
+def test_a_run_that_fails_early_leaves_nothing(run, folder, monkeypatch):
+    interrupt(monkeypatch, after=1)
+    assert run("dense-small", "dense", *TEXTS, *QUICK)[::2] == (
+        130,
+        "collab-distill: interrupted; nothing half-written is left\n",
+    )
+    assert not list(folder.glob("*distilled*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("dense-small", "dense", "--texts", "one.txt"), "at least two texts"),
+        (("dense-small", "dense", "--texts", "none"), "at least two texts"),
+        (("dense-small", "missing/dense", *TEXTS), "missing/dense"),
+        (("dense-small", "./missing", *TEXTS), "is not a directory"),
+        (("dense-small", "embedder", *TEXTS), "pass the dense model that was converted"),
+        (("dense-small", "dense", *TEXTS, "--epochs", 0), "--epochs is 0.0; expected a number above 0"),
+        (("dense-small", "dense", *TEXTS, "--learning-rate", "nan"), "--learning-rate is nan"),
+        (("dense-small", "dense", *TEXTS, "--batch-size", 0), "batch_size is 0"),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(run, folder, arguments, message):
+    code, printed, errors = run(*arguments)
+    assert (code, printed, errors.count("\n")) == (2, "", 1)
+    assert message in errors
+    assert not list(folder.glob("*distilled*"))
+
+
+def test_several_processes_are_refused(run, monkeypatch):
+    monkeypatch.setattr(distill, "process_state", lambda: SimpleNamespace(num_processes=2))
+    assert "runs in one process" in run("dense-small", "dense", *TEXTS)[2]
+
+
+def test_both_models_must_read_the_same_tokens(run, folder, minilm_tokenizer):
+    model = BertForSequenceClassification(BertConfig(**{**SIZES, "vocab_size": 31000}))
+    model.save_pretrained("larger")
+    minilm_tokenizer.save_pretrained("larger")
+    code, _, errors = run("dense-small", "larger", *TEXTS)
+    assert code == 2
+    assert "dense-small has 30,522 tokens and larger 31,000; both must read the same" in errors
