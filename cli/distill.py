@@ -30,6 +30,7 @@ from .progress import progress
 
 SETTINGS = "settings.json"  # in the folder of the checkpoints
 SAVES = 0.2  # share of the steps after which there is a checkpoint
+SMALLER = 0.99  # share of the parameters in layers, below which a teacher is no dense model
 WARMUP = 0.06  # share of the steps in which the learning rate rises
 Measured = tuple[OutputError | None, Agreement | None]
 
@@ -45,29 +46,39 @@ def run(arguments: DistillArguments) -> None:
     settings = {"model": arguments.model, "teacher": arguments.teacher, "texts": arguments.texts}
     settings |= {**asdict(training), **asdict(options)}
     with _checkpoints(output, settings) as folder:
-        teacher = load_source(
-            arguments.teacher, find_directory(arguments.teacher), arguments.device, edited=True
-        ).model
-        if vocabulary_size(teacher) != vocabulary_size(source.model):
-            raise CollabCompressError(
-                f"{arguments.model} has {vocabulary_size(source.model):,} tokens and {arguments.teacher} "
-                f"{vocabulary_size(teacher):,}; both must read the same, so pass the model that was converted"
-            )
+        teacher = load_source(arguments.teacher, find_directory(arguments.teacher), arguments.device, edited=True)
+        _check_teacher(source, teacher)
         data = read_calibration(source.model, arguments.texts, source.tokenizer, options, training.seed)
         if not data.held_back:
             raise CollabCompressError("there is nothing to train on; pass files with at least two texts")
         reading, dtype = Reading.of(source.model, source.model, source.tokenizer), source.model.dtype
         progress("comparing both models")
-        before = measure(source.model, teacher, data, reading)
-        _train_(source, teacher, data.used, training, folder)
+        before = measure(source.model, teacher.model, data, reading)
+        _train_(source, teacher.model, data.used, training, folder)
         source.model.to(dtype)
         progress("comparing both models again")
-        after = measure(source.model, teacher, data, reading)
+        after = measure(source.model, teacher.model, data, reading)
         texts = sum(len(batch["input_ids"]) for batch in data.used)
         note = f"Trained towards `{arguments.teacher}` without labels, {training.epochs:g} epochs of {texts:,} texts."
         changes = _changes(before, after)
         record = {**settings, "before": _numbers(before), "after": _numbers(after)}
         finish(source, output, arguments.saving, record, [*changes, note], notes=[note, *changes])
+
+
+def _check_teacher(source: Source, teacher: Source) -> None:
+    """Refuse a teacher with other tokens, and one that seems to be the model to train."""
+    tokens, others = (vocabulary_size(one.model) for one in (source, teacher))
+    if tokens != others:
+        raise CollabCompressError(
+            f"{source.name} has {tokens:,} tokens and {teacher.name} {others:,}; both must read the same, so pass "
+            "the model that was converted"
+        )
+    parameters, more = (one.model.num_parameters(exclude_embeddings=True) for one in (source, teacher))
+    if more < SMALLER * parameters:
+        raise CollabCompressError(
+            f"the teacher {teacher.name} has {more:,} parameters in its layers, {source.name} {parameters:,}; the "
+            "dense model comes second"
+        )
 
 
 @contextmanager

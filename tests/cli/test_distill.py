@@ -121,6 +121,7 @@ def test_a_run_that_fails_early_leaves_nothing(run, folder, monkeypatch):
         (("dense-small", "missing/dense", *TEXTS), "missing/dense"),
         (("dense-small", "./missing", *TEXTS), "is not a directory"),
         (("dense-small", "embedder", *TEXTS), "pass the dense model that was converted"),
+        (("dense", "dense-small", *TEXTS), "the dense model comes second"),
         (("dense-small", "dense", *TEXTS, "--epochs", 0), "--epochs is 0.0; expected a number above 0"),
         (("dense-small", "dense", *TEXTS, "--learning-rate", "nan"), "--learning-rate is nan"),
         (("dense-small", "dense", *TEXTS, "--batch-size", 0), "batch_size is 0"),
