@@ -1,5 +1,6 @@
 """`collab-compress`: make layers of a pretrained model smaller, or let its heads mix."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -65,6 +66,7 @@ def run(arguments: Arguments) -> Report | None:
         report, latency = _convert(source, arguments)
         words = _calibration_words(source, arguments)
         lines += _report_lines(report, words, latency, _embeds(source.model))
+        lines += _training(source, arguments, output) if trimming is None else []
     if arguments.mix:
         mix_heads_(source.model)
     if arguments.stock and report is not None and report.of("dk"):
@@ -190,6 +192,16 @@ def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:
         return arguments
     widest = -(-compression.dv // find_attention(source.model)[0].key_value_heads)
     return replace(arguments, compression=replace(compression, head_dim=widest))
+
+
+def _training(source: Source, arguments: Arguments, output: Path) -> list[str]:
+    """Return lines that say how to train the result on the same texts, if it is calibrated on files of them."""
+    if not text_files(arguments.calibration) or source.model.config.is_encoder_decoder:
+        return []
+    words = ["collab-distill", str(output), arguments.model, "--texts", *arguments.calibration]
+    options = asdict(arguments.calibration_options).items()
+    words += [word for name, number in options if number is not None for word in (f"--{name}", str(number))]
+    return ["", f"To lose less, train it towards the dense model, without labels: {shlex.join(words)}"]
 
 
 def _embeds(model: PreTrainedModel) -> bool:

@@ -1,6 +1,7 @@
 """`collab-distill`: training towards the dense model, without labels, that goes on where it was interrupted."""
 
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,6 +61,19 @@ def test_it_comes_nearer_to_the_dense_model_and_says_so(run, folder, model, teac
     assert (record["after"]["agreement"] is not None) == ("Before: " in printed)
     assert "without labels, 4 epochs of 35 texts" in (output / "README.md").read_text()
     assert not (folder / f"{model}-distilled.checkpoints").exists()
+
+
+def test_a_conversion_on_texts_names_the_command_that_trains_it(run, folder, capsys):
+    words = ("dense", "--dk", 3, "--device", "cpu", "--length", 12, "--output", "my model")
+    code, printed, _ = ran(start.compress, (*words, "--calibration", "texts.txt"), capsys)
+    assert code == 0
+    command = shlex.split(printed.partition("without labels: ")[2].partition("\n")[0])
+    assert command == ["collab-distill", "my model", "dense", "--texts", "texts.txt", "--length", "12"]
+    assert run(*command[1:], *QUICK)[0] == 0
+    assert (folder / "my model-distilled").is_dir()
+    _, printed, _ = ran(start.compress, ("dense", "--dk", 3, "--calibration", "synthetic"), capsys)
+    assert "Saved to" in printed
+    assert "collab-distill" not in printed
 
 
 def test_trained_weights_are_saved_in_the_dtype_of_the_model(run):
