@@ -148,14 +148,17 @@ def _train_(
 
 def _of_similar_lengths(batches: Sequence[Batch], size: int, seed: int, padding: int) -> list[Batch]:
     """Return the sequences of some batches in new ones of `size`, with little padding, which is on the right."""
+    masks = {
+        name: "decoder_attention_mask" if name.startswith("decoder") else "attention_mask" for name in batches[0]
+    }
     rows = [
-        {name: values[place][batch["attention_mask"][place].bool()] for name, values in batch.items()}
+        {name: values[place][batch[masks[name]][place].bool()] for name, values in batch.items()}
         for batch in batches
         for place in range(len(batch["input_ids"]))
     ]
     rows = sorted(shuffled(rows, seed), key=lambda row: len(row["input_ids"]))
     groups = [rows[start : start + size] for start in range(0, len(rows), size)]
-    fills = {"input_ids": padding}
+    fills = dict.fromkeys(("input_ids", "decoder_input_ids"), padding)
     return [
         {name: pad_sequence([row[name] for row in group], True, fills.get(name, 0)) for name in group[0]}
         for group in groups

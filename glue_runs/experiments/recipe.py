@@ -250,6 +250,9 @@ class Recipe:
             )
         if self.heads != HeadTraining():
             raise RecipeError("again.distilled trains without what acts on heads; leave heads out")
+        for name in ("label_smoothing_factor", "predict_with_generate"):
+            if self.again is not None and self.again.arguments.get(name):
+                raise RecipeError(f"again.distilled trains without labels; leave {name} out")
 
     @property
     def trains(self) -> bool:

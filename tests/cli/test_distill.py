@@ -10,7 +10,7 @@ import torch
 from collab_compress_cli import distill, start
 from collab_compress_cli.pretrained import load_model
 from commands import ran
-from transformers import BertConfig, BertForSequenceClassification, BertModel
+from transformers import BertConfig, BertForSequenceClassification, BertModel, MarianConfig, MarianMTModel
 
 from collab_compress import Compression, compress
 
@@ -20,21 +20,34 @@ SIZES = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "i
 SIZES |= {"vocab_size": 30522, "max_position_embeddings": 64, "initializer_range": 0.4}
 
 
+MARIAN = {"d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+MARIAN |= {"encoder_attention_heads": 3, "decoder_attention_heads": 3, "vocab_size": 30522, "init_std": 0.4}
+MARIAN |= {"max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 102, "decoder_start_token_id": 0}
+CLASSES = {
+    "dense": (BertForSequenceClassification, BertConfig(**SIZES)),
+    "embedder": (BertModel, BertConfig(**SIZES)),
+    "translator": (MarianMTModel, MarianConfig(**MARIAN, forced_eos_token_id=102)),
+}
+
+
 @pytest.fixture(autouse=True)
 def folder(minilm_tokenizer, tmp_path, monkeypatch):
-    """Work in a folder with texts, a tiny classifier, an embedder, and their conversions, one of them in bfloat16."""
+    """Work in a folder with texts, three tiny models, their conversions, and one of these in bfloat16."""
     monkeypatch.chdir(tmp_path)
-    for name, model_class in (("dense", BertForSequenceClassification), ("embedder", BertModel)):
+    for name, (model_class, config) in CLASSES.items():
         torch.manual_seed(0)
-        model = model_class(BertConfig(**SIZES)).eval()
+        model = model_class(config).eval()
         model.save_pretrained(name)
         compress(model, Compression(dk=3, dv=6), calibration=None)
         model.save_pretrained(f"{name}-small")
-        model.bfloat16().save_pretrained(f"{name}-bf16")
-    for name in ("dense", "dense-small", "dense-bf16", "embedder", "embedder-small"):
         minilm_tokenizer.save_pretrained(name)
-    lines = [f"text {n} " + "of a user who writes more " * (n % 4) + f"in {1900 + n}\n" for n in range(40)]
-    (tmp_path / "texts.txt").write_text("".join(lines), encoding="utf-8")
+        minilm_tokenizer.save_pretrained(f"{name}-small")
+    compress(dense := BertForSequenceClassification.from_pretrained("dense"), Compression(dk=3), calibration=None)
+    dense.bfloat16().save_pretrained("dense-bf16")
+    minilm_tokenizer.save_pretrained("dense-bf16")
+    lines = [f"text {n} " + "of a user who writes more " * (n % 4) + f"in {1900 + n}" for n in range(40)]
+    (tmp_path / "texts.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    (tmp_path / "pairs.txt").write_text("".join(f"{line}\tdas {line}\n" for line in lines), encoding="utf-8")
     (tmp_path / "one.txt").write_text("one text\n", encoding="utf-8")
     return tmp_path
 
@@ -48,14 +61,17 @@ def error(part):
     return part["output_error"]["relative_error"]
 
 
-@pytest.mark.parametrize(("model", "teacher"), [("dense-small", "dense"), ("embedder-small", "embedder")])
-def test_it_comes_nearer_to_the_dense_model_and_says_so(run, folder, model, teacher):
-    code, printed, errors = run(model, teacher, *TEXTS, *QUICK, "--json", "out.json")
+@pytest.mark.parametrize(
+    ("teacher", "texts"), [("dense", "texts.txt"), ("embedder", "texts.txt"), ("translator", "pairs.txt")]
+)
+def test_it_comes_nearer_to_the_dense_model_and_says_so(run, folder, teacher, texts):
+    model = f"{teacher}-small"
+    code, printed, errors = run(model, teacher, "--texts", texts, *QUICK, "--json", "out.json")
     assert (code, errors) == (0, "")
     output = folder / f"{model}-distilled"
     record = json.loads((folder / "out.json").read_text())
     assert record == json.loads((output / "collab_compress.json").read_text())
-    assert (record["model"], record["teacher"], record["texts"]) == (model, teacher, ["texts.txt"])
+    assert (record["model"], record["teacher"], record["texts"]) == (model, teacher, [texts])
     assert error(record["after"]) < 0.8 * error(record["before"])
     assert f"Output error: {error(record['before']):.1%} → {error(record['after']):.1%}" in printed
     assert (record["after"]["agreement"] is not None) == ("Before: " in printed)

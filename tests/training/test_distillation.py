@@ -77,6 +77,37 @@ def trained(model, *args, **settings):
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+def translator(make_tiny):
+    """Return a dense translator and its conversion, and pairs of several lengths, padded on the right."""
+    torch.manual_seed(0)
+    dense = MarianMTModel(make_tiny("marian").config).eval()
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(dk=6), calibration=None)
+    data = rows()
+    for place, row in enumerate(data):
+        row["labels"] = torch.where(torch.arange(7) < 2 + place % 5, row["input_ids"][:7] + 1, -100)
+        row["labels"][1 + place % 5] = dense.config.eos_token_id
+    return dense, converted, data
+
+
+def slow_translator_distance(model, teacher, data):
+    """Compute the loss token by token, each pair alone and without padding."""
+    sums = {}
+    for row in data:
+        ids = row["input_ids"][row["attention_mask"].bool()][None]
+        wanted = row["labels"][row["labels"] >= 0]
+        shifted = torch.cat([torch.tensor([model.config.decoder_start_token_id]), wanted[:-1]])[None]
+        ours, theirs = (
+            one(input_ids=ids, decoder_input_ids=shifted, output_hidden_states=True) for one in (model, teacher)
+        )
+        for name in ("encoder", "decoder", "logits"):
+            hidden = [one.logits if name == "logits" else one[f"{name}_hidden_states"][-1] for one in (ours, theirs)]
+            for value, target in zip(*(states.flatten() for states in hidden), strict=True):
+                error, size = sums.get(name, (0.0, 0.0))
+                sums[name] = error + (value - target) ** 2, size + target**2
+    return sum(error / size for error, size in sums.values())
+
+
 def slow_distance(model, teacher, data):
     """Compute the loss token by token, each text alone and without padding."""
     sums = {}
@@ -100,9 +131,23 @@ def test_loss_is_that_of_texts_alone(kind, make_tiny):
     dense, converted = pair(make_tiny, HEADS[kind])
     batch = default_collate(rows())
     ours, theirs = (model(**batch, output_hidden_states=True) for model in (converted, dense))
-    loss = distance(ours, theirs, batch["attention_mask"])
+    loss = distance(ours, theirs, batch)
     torch.testing.assert_close(loss, slow_distance(converted, dense, rows()), rtol=1e-4, atol=1e-6)
     assert loss > 1e-3
+
+
+def test_loss_of_an_encoder_decoder_is_that_of_pairs_alone(make_tiny, tmp_path):
+    dense, converted, data = translator(make_tiny)
+    batch = default_collate(data)
+    wanted = slow_translator_distance(converted, dense, data)
+    assert wanted > 1e-3
+    loss = trainer_of(converted, dense, tmp_path).compute_loss(converted.train(), batch)
+    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-6)
+    labels = batch.pop("labels")  # other tokens than a decoder reads are padding
+    batch["decoder_input_ids"] = converted.prepare_decoder_input_ids_from_labels(labels)
+    batch["decoder_attention_mask"] = (labels >= 0).long()
+    loss = trainer_of(converted, dense, tmp_path).compute_loss(converted.train(), batch)
+    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-6)
 
 
 def test_step_follows_the_gradient_of_the_loss(make_tiny, tmp_path):
@@ -165,14 +210,13 @@ def test_evaluation_is_that_of_a_trainer(make_tiny, tmp_path):
 
 
 def test_refusals(make_tiny, tmp_path):
-    translator = MarianMTModel(make_tiny("marian").config)
-    with pytest.raises(UnsupportedModelError, match="MarianMTModel is an encoder–decoder"):
-        trainer_of(translator, translator, tmp_path)
     dense, converted = pair(make_tiny)
     with pytest.raises(UnsupportedModelError, match="the teacher is the model that is trained"):
         trainer_of(dense, dense, tmp_path)
     with pytest.raises(UnsupportedModelError, match="teacher is of type str: 'dense'; expected Module"):
         trainer_of(converted, "dense", tmp_path)
+    with pytest.raises(UnsupportedModelError, match="the model gives logits, and its teacher gives none"):
+        trainer_of(converted, dense.base_model, tmp_path).train()
     other = AutoModelForSequenceClassification.from_config(dataclasses.replace(dense.config, num_labels=5))
     with pytest.raises(UnsupportedModelError, match=r"logits .* shapes \(8, 2\) and \(8, 5\)"):
         trainer_of(converted, other, tmp_path).train()
@@ -183,4 +227,4 @@ def test_a_mask_of_other_tokens_is_refused(make_tiny):
     batch = default_collate(rows())
     ours, theirs = (model(**batch, output_hidden_states=True) for model in (converted, dense))
     with pytest.raises(UnsupportedModelError, match=r"attention_mask has the shape \(8, 8\), and the hidden states"):
-        distance(ours, theirs, batch["attention_mask"][:, 1:])
+        distance(ours, theirs, {"attention_mask": batch["attention_mask"][:, 1:]})

@@ -67,6 +67,21 @@ def test_translation(sentences, tmp_path):
         assert outcomes["tokens"].sum() == len(losses)
 
 
+def test_a_translator_is_distilled_without_labels(sentences, tmp_path):
+    again = f"again={TUNING}".replace("epochs", "distilled: true, epochs")
+    output = tmp_path / "out"
+    records = run(translation(sentences, output, "compression.dk=3", "calibration=[none]", again))
+    assert [record["stage"] for record in records] == ["tuned", "dk3", "dk3-again"]
+    models = [trained(output / record["stage"], AutoModelForSeq2SeqLM) for record in records]
+    pairs = load_task("parallel", sentences, source="aa", target="bb")["train"]
+    (_, tokenizer), *_ = models
+    batch = tokenizer(list(pairs["source"]), text_target=list(pairs["target"]), padding=True, return_tensors="pt")
+    batch.pop("token_type_ids", None)
+    with torch.no_grad():
+        dense, converted, distilled = (model(**batch).logits for model, _ in models)
+    assert (distilled - dense).norm() < 0.9 * (converted - dense).norm()
+
+
 def test_bleu_while_training(sentences, tmp_path, monkeypatch):
     """Each fine-tuning chooses whether BLEU is logged after each epoch; final scores do not use its beams."""
     beams = []

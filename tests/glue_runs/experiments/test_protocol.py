@@ -89,6 +89,7 @@ def test_a_conversion_is_distilled_without_labels(start, data_dir, tmp_path):
         ([f"tuning={TUNING.replace('epochs', 'distilled: true, epochs')}"], "give compression, and set it in again"),
         (["compression=null"], "give compression, and set it in again"),
         (["heads.drophead=[{p: 0.2}]"], r"again\.distilled trains without what acts on heads"),
+        (["again.arguments={label_smoothing_factor: 0.1}"], "without labels; leave label_smoothing_factor out"),
     ],
 )
 def test_distillation_is_refused_where_it_has_no_teacher(more, message, start, data_dir, tmp_path):
