@@ -10,29 +10,26 @@ from transformers import PreTrainedModel, Trainer
 from collab_compress.errors import UnsupportedModelError, check_type
 from collab_compress.transformers_parts import UNLABELLED
 
-LOGITS = ("logits", "start_logits", "end_logits")  # outputs of heads, those of question answering by token
 HIDDEN = {
     "hidden_states": "attention_mask",
-    "encoder_last_hidden_state": "attention_mask",
+    "encoder_hidden_states": "attention_mask",
     "decoder_hidden_states": "decoder_attention_mask",
 }
-"""Output that holds hidden states → mask of its tokens."""
+"""Output with the hidden states of a stack → mask of its tokens."""
 
 
 class DistillationTrainer(Trainer):  # type: ignore[misc]
-    r"""A Transformers `Trainer` whose loss is the distance of a model's outputs from a teacher's.
+    r"""A Transformers `Trainer` whose loss is the distance of a model's hidden states from a teacher's.
 
-    The loss of a batch is the relative squared error of the last hidden states h, of an encoder–decoder those of
-    both, and of the logits z that a head makes of them:
+    The loss of a batch is the mean, over the layers of all stacks, of the relative squared error of the hidden states
+    h after each. Of a stack with fewer layers than the teacher's only the last ones are compared:
 
-    $$\frac{\sum \|h - h_\text{teacher}\|^2}{\sum \|h_\text{teacher}\|^2} +
-    \frac{\sum \|z - z_\text{teacher}\|^2}{\sum \|z_\text{teacher}\|^2}$$
+    $$\frac{\sum \|h - h_\text{teacher}\|^2}{\sum \|h_\text{teacher}\|^2}$$
 
     Sums are over tokens that `attention_mask` (of decoders that read an encoder, `decoder_attention_mask`) counts, in
-    float32. Logits are matched as in "Do Deep Nets Really Need
-    to be Deep?" (Ba and Caruana, 2014), hidden states as in TinyBERT (Jiao et al., 2020). Labels are not read,
-    but for the tokens that such a decoder reads. Both models run in evaluation mode, without dropout and gradient
-    checkpointing. Evaluation is that of a `Trainer`.
+    float32. Hidden states are matched as in TinyBERT (Jiao et al., 2020); heads stay as they are. Labels are not
+    read, but for the tokens that such a decoder reads. Both models run in evaluation mode, without dropout and
+    gradient checkpointing. Evaluation is that of a `Trainer`.
 
     Args:
         args: as `Trainer` takes them, a model first.
@@ -89,34 +86,34 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
 
 
 def distance(outputs: Mapping[str, Any], teacher: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:
-    """Return the sum of relative squared errors of the last hidden states (B, T, D) and of all logits.
+    """Return the mean relative squared error of the hidden states (B, T, D) after each layer.
 
-    Tokens where a mask (B, T) of the inputs is 0 are left out. Raises UnsupportedModelError where shapes differ.
+    Of a stack that has not as many as the teacher's only the last ones are compared. Tokens where a mask (B, T) of
+    the inputs is 0 are left out. Raises UnsupportedModelError where shapes differ.
     """
-    of_logits = HIDDEN["decoder_hidden_states" if "decoder_hidden_states" in outputs else "hidden_states"]
-    masks = {name: mask for name, mask in HIDDEN.items() if name in outputs} | dict.fromkeys(LOGITS, of_logits)
     errors = []
-    for name, mask_name in masks.items():
+    for name, mask_name in HIDDEN.items():
         if name not in outputs:
             continue
-        words, mask = name.replace("_", " "), inputs.get(mask_name)
         if name not in teacher:
-            raise UnsupportedModelError(f"the model gives {words}, and its teacher gives none; pass the dense model")
-        values, wanted = (_last(of_model[name]).float() for of_model in (outputs, teacher))
-        if values.shape != wanted.shape:
-            shapes = " and ".join(str(tuple(tensor.shape)) for tensor in (values, wanted))
-            raise UnsupportedModelError(f"the {words} of the model and of its teacher have the shapes {shapes}")
-        if mask is not None and (name != "logits" or values.dim() > 2):  # of tokens
-            if mask.shape != values.shape[:2]:
-                raise UnsupportedModelError(
-                    f"{mask_name} has the shape {tuple(mask.shape)}, and the {words} {tuple(values.shape)}; such "
-                    "models cannot be distilled"
-                )
-            values, wanted = values[mask.bool()], wanted[mask.bool()]
-        errors.append((values - wanted).square().sum() / wanted.square().sum())
-    return torch.stack(errors).sum()
+            raise UnsupportedModelError(f"the model has {name}, and its teacher has none; pass the dense model")
+        ours, theirs = outputs[name], teacher[name]
+        first = 1 if len(ours) == len(theirs) else -1  # the first of all are the embeddings
+        for values, wanted in zip(ours[first:], theirs[first:], strict=True):
+            errors.append(_relative_error(name, values.float(), wanted.float(), mask_name, inputs.get(mask_name)))
+    return torch.stack(errors).mean()
 
 
-def _last(output: Any) -> Tensor:
-    """Return a tensor, or the last of several."""
-    return output if isinstance(output, Tensor) else output[-1]
+def _relative_error(name: str, values: Tensor, wanted: Tensor, mask_name: str, mask: Tensor | None) -> Tensor:
+    """Return the relative squared error of hidden states at the tokens of a mask, or at all."""
+    shape = tuple(values.shape)
+    if values.shape != wanted.shape:
+        theirs = tuple(wanted.shape)
+        raise UnsupportedModelError(f"{name} of the model and of its teacher have the shapes {shape} and {theirs}")
+    if mask is not None:
+        if mask.shape != values.shape[:2]:
+            raise UnsupportedModelError(
+                f"{mask_name} has the shape {tuple(mask.shape)}, and {name} {shape}; such models cannot be distilled"
+            )
+        values, wanted = values[mask.bool()], wanted[mask.bool()]
+    return (values - wanted).square().sum() / wanted.square().sum()

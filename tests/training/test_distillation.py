@@ -90,40 +90,33 @@ def translator(make_tiny):
     return dense, converted, data
 
 
-def slow_translator_distance(model, teacher, data):
-    """Compute the loss token by token, each pair alone and without padding."""
+def slow_error(models, inputs, names=("hidden_states",), first=1):
+    """Compute the loss number by number, given the inputs of each text alone and without padding."""
     sums = {}
+    for row in inputs:
+        ours, theirs = (model(**row, output_hidden_states=True) for model in models)
+        for name in names:
+            for layer, (one, other) in enumerate(zip(ours[name][first:], theirs[name][first:], strict=True)):
+                error, size = sums.get((name, layer), (0.0, 0.0))
+                for value, target in zip(one.flatten(), other.flatten(), strict=True):
+                    error, size = error + (value - target) ** 2, size + target**2
+                sums[name, layer] = error, size
+    return sum(error / size for error, size in sums.values()) / len(sums)
+
+
+def slow_translator_distance(model, teacher, data):
+    inputs = []
     for row in data:
-        ids = row["input_ids"][row["attention_mask"].bool()][None]
         wanted = row["labels"][row["labels"] >= 0]
         shifted = torch.cat([torch.tensor([model.config.decoder_start_token_id]), wanted[:-1]])[None]
-        ours, theirs = (
-            one(input_ids=ids, decoder_input_ids=shifted, output_hidden_states=True) for one in (model, teacher)
-        )
-        for name in ("encoder", "decoder", "logits"):
-            hidden = [one.logits if name == "logits" else one[f"{name}_hidden_states"][-1] for one in (ours, theirs)]
-            for value, target in zip(*(states.flatten() for states in hidden), strict=True):
-                error, size = sums.get(name, (0.0, 0.0))
-                sums[name] = error + (value - target) ** 2, size + target**2
-    return sum(error / size for error, size in sums.values())
-
-
-def slow_distance(model, teacher, data):
-    """Compute the loss token by token, each text alone and without padding."""
-    sums = {}
-    for row in data:
         ids = row["input_ids"][row["attention_mask"].bool()][None]
-        ours, theirs = (one(input_ids=ids, output_hidden_states=True) for one in (model, teacher))
-        found = {"hidden": (ours.hidden_states[-1], theirs.hidden_states[-1])}
-        for name in ("logits", "start_logits", "end_logits"):
-            if name in ours:
-                found[name] = (ours[name], theirs[name])
-        for name, (values, wanted) in found.items():
-            error, size = sums.get(name, (0.0, 0.0))
-            for value, target in zip(values.flatten(), wanted.flatten(), strict=True):
-                error, size = error + (value - target) ** 2, size + target**2
-            sums[name] = error, size
-    return sum(error / size for error, size in sums.values())
+        inputs.append({"input_ids": ids, "decoder_input_ids": shifted})
+    return slow_error((model, teacher), inputs, ("encoder_hidden_states", "decoder_hidden_states"))
+
+
+def slow_distance(model, teacher, data, first=1):
+    inputs = [{"input_ids": row["input_ids"][row["attention_mask"].bool()][None]} for row in data]
+    return slow_error((model, teacher), inputs, first=first)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -148,6 +141,15 @@ def test_loss_of_an_encoder_decoder_is_that_of_pairs_alone(make_tiny, tmp_path):
     batch["decoder_attention_mask"] = (labels >= 0).long()
     loss = trainer_of(converted, dense, tmp_path).compute_loss(converted.train(), batch)
     torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_of_a_model_with_fewer_layers_the_last_states_count(make_tiny, tmp_path):
+    dense, _ = pair(make_tiny)
+    shallow = copy.deepcopy(dense)
+    compress(shallow, Compression(layers=1), calibration=[default_collate(rows())])
+    assert shallow.config.num_hidden_layers == dense.config.num_hidden_layers - 1
+    loss = trainer_of(shallow, dense, tmp_path).compute_loss(shallow.train(), default_collate(rows()))
+    torch.testing.assert_close(loss, slow_distance(shallow, dense, rows(), first=-1), rtol=1e-4, atol=1e-6)
 
 
 def test_step_follows_the_gradient_of_the_loss(make_tiny, tmp_path):
@@ -215,10 +217,10 @@ def test_refusals(make_tiny, tmp_path):
         trainer_of(dense, dense, tmp_path)
     with pytest.raises(UnsupportedModelError, match="teacher is of type str: 'dense'; expected Module"):
         trainer_of(converted, "dense", tmp_path)
-    with pytest.raises(UnsupportedModelError, match="the model gives logits, and its teacher gives none"):
-        trainer_of(converted, dense.base_model, tmp_path).train()
-    other = AutoModelForSequenceClassification.from_config(dataclasses.replace(dense.config, num_labels=5))
-    with pytest.raises(UnsupportedModelError, match=r"logits .* shapes \(8, 2\) and \(8, 5\)"):
+    with pytest.raises(UnsupportedModelError, match="the model has hidden_states, and its teacher has none"):
+        distance({"hidden_states": [torch.ones(1, 2, 3)]}, {"last_hidden_state": torch.ones(1, 2, 3)}, {})
+    other = AutoModelForSequenceClassification.from_config(dataclasses.replace(dense.config, hidden_size=36))
+    with pytest.raises(UnsupportedModelError, match=r"hidden_states .* shapes \(8, 9, 24\) and \(8, 9, 36\)"):
         trainer_of(converted, other, tmp_path).train()
 
 
@@ -226,5 +228,5 @@ def test_a_mask_of_other_tokens_is_refused(make_tiny):
     dense, converted = pair(make_tiny)
     batch = default_collate(rows())
     ours, theirs = (model(**batch, output_hidden_states=True) for model in (converted, dense))
-    with pytest.raises(UnsupportedModelError, match=r"attention_mask has the shape \(8, 8\), and the hidden states"):
+    with pytest.raises(UnsupportedModelError, match=r"attention_mask has the shape \(8, 8\), and hidden_states"):
         distance(ours, theirs, {"attention_mask": batch["attention_mask"][:, 1:]})
