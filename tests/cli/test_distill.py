@@ -30,25 +30,35 @@ CLASSES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def folder(minilm_tokenizer, tmp_path, monkeypatch):
-    """Work in a folder with texts, three tiny models, their conversions, and one of these in bfloat16."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def models(minilm_tokenizer, tmp_path_factory):
+    """A folder with texts, three tiny models, their conversions, and one of these in bfloat16."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def save(model, name):
+        model.save_pretrained(folder / name)
+        minilm_tokenizer.save_pretrained(folder / name)
+
     for name, (model_class, config) in CLASSES.items():
         torch.manual_seed(0)
         model = model_class(config).eval()
-        model.save_pretrained(name)
+        save(model, name)
         compress(model, Compression(dk=3, dv=6), calibration=None)
-        model.save_pretrained(f"{name}-small")
-        minilm_tokenizer.save_pretrained(name)
-        minilm_tokenizer.save_pretrained(f"{name}-small")
-    compress(dense := BertForSequenceClassification.from_pretrained("dense"), Compression(dk=3), calibration=None)
-    dense.bfloat16().save_pretrained("dense-bf16")
-    minilm_tokenizer.save_pretrained("dense-bf16")
+        save(model, f"{name}-small")
+    save(load_model(folder / "dense-small", edited=True).bfloat16(), "dense-bf16")
     lines = [f"text {n} " + "of a user who writes more " * (n % 4) + f"in {1900 + n}" for n in range(40)]
-    (tmp_path / "texts.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    (tmp_path / "pairs.txt").write_text("".join(f"{line}\tdas {line}\n" for line in lines), encoding="utf-8")
-    (tmp_path / "one.txt").write_text("one text\n", encoding="utf-8")
+    (folder / "texts.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    (folder / "pairs.txt").write_text("".join(f"{line}\tdas {line}\n" for line in lines), encoding="utf-8")
+    (folder / "one.txt").write_text("one text\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def folder(models, tmp_path, monkeypatch):
+    """Work in a new folder that shows those models."""
+    for path in models.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
