@@ -37,8 +37,8 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         kwargs: as `Trainer` takes them.
 
     Raises:
-        UnsupportedModelError: the model is its own teacher, the teacher is no model, or the shapes of outputs or of
-            masks do not fit.
+        UnsupportedModelError: the model is its own teacher, the teacher is no model, outputs hold no hidden states,
+            or the shapes of these or of masks do not fit.
 
     Example:
         >>> from copy import deepcopy
@@ -101,6 +101,8 @@ def distance(outputs: Mapping[str, Any], teacher: Mapping[str, Any], inputs: Map
         first = 1 if len(ours) == len(theirs) else -1  # the first of all are the embeddings
         for values, wanted in zip(ours[first:], theirs[first:], strict=True):
             errors.append(_relative_error(name, values.float(), wanted.float(), mask_name, inputs.get(mask_name)))
+    if not errors:
+        raise UnsupportedModelError("the model's outputs hold no hidden states, so it cannot be distilled")
     return torch.stack(errors).mean()
 
 

@@ -111,11 +111,11 @@ def test_trained_weights_are_saved_in_the_dtype_of_the_model(run):
     assert torch.equal(before.classifier.weight, after.classifier.weight)
 
 
-def interrupt(monkeypatch, after):
-    """Interrupt the training after some steps."""
+def interrupt(monkeypatch, when, after=0):
+    """Interrupt a step of the command, after some steps of training."""
 
     def step(step, done=0, total=None):
-        if (step, done) == ("training", after):
+        if (step, done) == (when, after):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(distill, "progress", step)
@@ -125,7 +125,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(run, folder, monkeypatch
     words = ("dense-small", "dense", *TEXTS, *QUICK)
     assert run(*words, "--output", "whole")[0] == 0
     with monkeypatch.context() as patch:
-        interrupt(patch, after=11)  # of 20; a checkpoint follows every fourth
+        interrupt(patch, "training", after=11)  # of 20; a checkpoint follows every fourth
         code, _, message = run(*words, "--output", "broken")
     assert (code, message.count("\n")) == (130, 1)
     assert "the same command goes on from the last checkpoint in broken.checkpoints" in message
@@ -143,8 +143,19 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(run, folder, monkeypatch
     assert not (folder / "broken.checkpoints").exists()
 
 
+def test_a_run_that_is_interrupted_after_its_last_step_ends_as_another(run, monkeypatch):
+    words = ("dense-small", "dense", *TEXTS, *QUICK)
+    assert run(*words, "--output", "whole")[0] == 0
+    with monkeypatch.context() as patch:
+        interrupt(patch, "comparing both models again")
+        assert run(*words, "--output", "broken")[0] == 130
+    assert run(*words, "--output", "broken")[0] == 0
+    one, other = (load_model(Path(name), edited=True).state_dict() for name in ("whole", "broken"))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 def test_a_run_that_fails_early_leaves_nothing(run, folder, monkeypatch):
-    interrupt(monkeypatch, after=1)
+    interrupt(monkeypatch, "training", after=1)
     assert run("dense-small", "dense", *TEXTS, *QUICK)[::2] == (
         130,
         "collab-distill: interrupted; nothing half-written is left\n",

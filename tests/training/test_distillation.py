@@ -219,6 +219,8 @@ def test_refusals(make_tiny, tmp_path):
         trainer_of(converted, "dense", tmp_path)
     with pytest.raises(UnsupportedModelError, match="the model has hidden_states, and its teacher has none"):
         distance({"hidden_states": [torch.ones(1, 2, 3)]}, {"last_hidden_state": torch.ones(1, 2, 3)}, {})
+    with pytest.raises(UnsupportedModelError, match="outputs hold no hidden states"):
+        distance({"logits": torch.ones(2, 2)}, {"logits": torch.ones(2, 2)}, {})
     other = AutoModelForSequenceClassification.from_config(dataclasses.replace(dense.config, hidden_size=36))
     with pytest.raises(UnsupportedModelError, match=r"hidden_states .* shapes \(8, 9, 24\) and \(8, 9, 36\)"):
         trainer_of(converted, other, tmp_path).train()
