@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, Trainer
 from collab_compress.errors import UnsupportedModelError, check_type
 from collab_compress.transformers_parts import UNLABELLED
 
+EPS = 1e-6  # added to the mean square of a token's hidden states
 HIDDEN = {
     "hidden_states": "attention_mask",
     "encoder_hidden_states": "attention_mask",
@@ -21,15 +22,15 @@ HIDDEN = {
 class DistillationTrainer(Trainer):  # type: ignore[misc]
     r"""A Transformers `Trainer` whose loss is the distance of a model's hidden states from a teacher's.
 
-    The loss of a batch is the mean, over the layers of all stacks, of the relative squared error of the hidden states
-    h after each. Of a stack with fewer layers than the teacher's only the last ones are compared:
+    The loss of a batch is the relative squared error of the hidden states h of a token after a layer,
 
-    $$\frac{\sum \|h - h_\text{teacher}\|^2}{\sum \|h_\text{teacher}\|^2}$$
+    $$\frac{\|h - h_\text{teacher}\|^2}{\|h_\text{teacher}\|^2},$$
 
-    Sums are over tokens that `attention_mask` (of decoders that read an encoder, `decoder_attention_mask`) counts, in
-    float32. Hidden states are matched as in TinyBERT (Jiao et al., 2020); heads stay as they are. Labels are not
-    read, but for the tokens that such a decoder reads. Both models run in evaluation mode, without dropout and
-    gradient checkpointing. Evaluation is that of a `Trainer`.
+    in float32, and its mean over layers and over the tokens that `attention_mask` counts (`decoder_attention_mask`, of
+    decoders that read an encoder). Of a stack with fewer layers than the teacher's, only the last hidden states
+    are compared. They are matched as in TinyBERT (Jiao et al., 2020); heads stay as they are. Labels are not read,
+    but for the tokens that such a decoder reads. Both models run in evaluation mode, without dropout and gradient
+    checkpointing. Evaluation is that of a `Trainer`.
 
     Args:
         args: as `Trainer` takes them, a model first.
@@ -86,7 +87,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
 
 
 def distance(outputs: Mapping[str, Any], teacher: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:
-    """Return the mean relative squared error of the hidden states (B, T, D) after each layer.
+    """Return the relative squared error of hidden states (B, T, D), its mean over tokens and then over layers.
 
     Of a stack that has not as many as the teacher's only the last ones are compared. Tokens where a mask (B, T) of
     the inputs is 0 are left out. Raises UnsupportedModelError where shapes differ.
@@ -107,7 +108,7 @@ def distance(outputs: Mapping[str, Any], teacher: Mapping[str, Any], inputs: Map
 
 
 def _relative_error(name: str, values: Tensor, wanted: Tensor, mask_name: str, mask: Tensor | None) -> Tensor:
-    """Return the relative squared error of hidden states at the tokens of a mask, or at all."""
+    """Return the mean relative squared error of hidden states at the tokens of a mask, or at all."""
     shape = tuple(values.shape)
     if values.shape != wanted.shape:
         theirs = tuple(wanted.shape)
@@ -118,4 +119,4 @@ def _relative_error(name: str, values: Tensor, wanted: Tensor, mask_name: str, m
                 f"{mask_name} has the shape {tuple(mask.shape)}, and {name} {shape}; such models cannot be distilled"
             )
         values, wanted = values[mask.bool()], wanted[mask.bool()]
-    return (values - wanted).square().sum() / wanted.square().sum()
+    return ((values - wanted).square().mean(-1) / (wanted.square().mean(-1) + EPS)).mean()

@@ -91,17 +91,17 @@ def translator(make_tiny):
 
 
 def slow_error(models, inputs, names=("hidden_states",), first=1):
-    """Compute the loss number by number, given the inputs of each text alone and without padding."""
-    sums = {}
+    """Compute the loss token by token, given the inputs of each text alone and without padding."""
+    errors = {}
     for row in inputs:
         ours, theirs = (model(**row, output_hidden_states=True) for model in models)
         for name in names:
             for layer, (one, other) in enumerate(zip(ours[name][first:], theirs[name][first:], strict=True)):
-                error, size = sums.get((name, layer), (0.0, 0.0))
-                for value, target in zip(one.flatten(), other.flatten(), strict=True):
-                    error, size = error + (value - target) ** 2, size + target**2
-                sums[name, layer] = error, size
-    return sum(error / size for error, size in sums.values()) / len(sums)
+                for value, target in zip(one[0], other[0], strict=True):
+                    errors.setdefault((name, layer), []).append(
+                        ((value - target) @ (value - target)) / (target @ target)
+                    )
+    return sum(sum(of_layer) / len(of_layer) for of_layer in errors.values()) / len(errors)
 
 
 def slow_translator_distance(model, teacher, data):
