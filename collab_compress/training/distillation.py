@@ -26,8 +26,8 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
 
     $$\frac{\|h - h_\text{teacher}\|^2}{\|h_\text{teacher}\|^2},$$
 
-    in float32, and its mean over layers and over the tokens that `attention_mask` counts (`decoder_attention_mask`, of
-    decoders that read an encoder). Of a stack with fewer layers than the teacher's, only the last hidden states
+    in float32, and its mean over layers and over the tokens that `attention_mask` (of decoders that read an encoder,
+    `decoder_attention_mask`) counts. Of a stack with fewer layers than the teacher's, only the last hidden states
     are compared. They are matched as in TinyBERT (Jiao et al., 2020); heads stay as they are. Labels are not read,
     but for the tokens that such a decoder reads. Both models run in evaluation mode, without dropout and gradient
     checkpointing. Evaluation is that of a `Trainer`.
