@@ -66,7 +66,7 @@ def run(arguments: Arguments) -> Report | None:
         report, latency = _convert(source, arguments)
         words = _calibration_words(source, arguments)
         lines += _report_lines(report, words, latency, _embeds(source.model))
-        lines += _training(arguments, output) if trimming is None else []
+        lines += _training(arguments, output, report) if trimming is None else []
     if arguments.mix:
         mix_heads_(source.model)
     if arguments.stock and report is not None and report.of("dk"):
@@ -194,9 +194,13 @@ def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:
     return replace(arguments, compression=replace(compression, head_dim=widest))
 
 
-def _training(arguments: Arguments, output: Path) -> list[str]:
-    """Return lines that say how to train the result on the same texts, if it is calibrated on files of them."""
-    if not text_files(arguments.calibration):
+def _training(arguments: Arguments, output: Path, report: Report) -> list[str]:
+    """Return lines that say how to train the result on the same texts, if it is calibrated on files of them.
+
+    Language models gain little by that.
+    """
+    predicts_tokens = report.agreement is not None and report.agreement.kind in ("next tokens", "masked tokens")
+    if predicts_tokens or not text_files(arguments.calibration):
         return []
     words = ["collab-distill", str(output), arguments.model, "--texts", *arguments.calibration]
     options = asdict(arguments.calibration_options).items()
