@@ -359,8 +359,8 @@ class DistillationOptions:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "learning_rate"):
-            if not 0 < getattr(self, name) < inf:
-                value = getattr(self, name)
+            value = getattr(self, name)
+            if not 0 < value < inf:
                 raise CollabCompressError(f"--{name.replace('_', '-')} is {value}; expected a number above 0")
         check_counts(self, CollabCompressError, "batch_size")
         check_counts(self, CollabCompressError, "seed", least=0, most=LARGEST_SEED)
@@ -370,9 +370,9 @@ class DistillationOptions:
 class DistillArguments(EditArguments):
     """Train a converted model towards the dense one, on texts without labels, to repair part of its loss.
 
-    An eighth of the texts, at most 64, is held back to compare both models before and after. All weights are
-    trained, in float32; those of heads that mix too. If it is interrupted, the same command goes on from the last
-    checkpoint in OUTPUT.checkpoints.
+    An eighth of the texts, at most 64, is held back to compare both models before and after. All weights but those of
+    the task's head are trained, in float32. If it is interrupted, the same command goes on from the last checkpoint
+    in OUTPUT.checkpoints.
 
     Examples:
       collab-distill my-classifier-keep0.5 ./my-classifier --texts train.tsv:sentence1,sentence2

@@ -197,10 +197,10 @@ def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:
 def _training(arguments: Arguments, output: Path, report: Report) -> list[str]:
     """Return lines that say how to train the result on the same texts, if it is calibrated on files of them.
 
-    Language models gain little by that.
+    Language models gain little by that, and a teacher is of the hub's main revision.
     """
     predicts_tokens = report.agreement is not None and report.agreement.kind in ("next tokens", "masked tokens")
-    if predicts_tokens or not text_files(arguments.calibration):
+    if predicts_tokens or not text_files(arguments.calibration) or arguments.saving.revision is not None:
         return []
     words = ["collab-distill", str(output), arguments.model, "--texts", *arguments.calibration]
     options = asdict(arguments.calibration_options).items()

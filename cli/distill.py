@@ -1,5 +1,6 @@
 """`collab-distill`: train a converted model towards the dense one, on texts without labels."""
 
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ SETTINGS = "settings.json"  # in the folder of the checkpoints
 SAVES = 0.2  # share of the steps after which there is a checkpoint
 SMALLER = 0.99  # share of the parameters in layers, below which a teacher is no dense model
 WARMUP = 0.06  # share of the steps in which the learning rate rises
+_logger = logging.getLogger("collab_compress.cli")  # held with the warnings of the library
 Measured = tuple[OutputError | None, Agreement | None]
 
 
@@ -51,6 +53,8 @@ def run(arguments: DistillArguments) -> None:
         data = read_calibration(source.model, arguments.texts, source.tokenizer, options, training.seed)
         if not data.held_back:
             raise CollabCompressError("there is nothing to train on; pass files with at least two texts")
+        for text_note in data.notes:
+            _logger.warning(text_note)
         reading, dtype = Reading.of(source.model, source.model, source.tokenizer), source.model.dtype
         progress("comparing both models")
         before = measure(source.model, teacher.model, data, reading)
@@ -90,7 +94,7 @@ def _checkpoints(output: Path, settings: dict[str, Any]) -> Iterator[Path]:
         refuse_place(folder)
         folder.mkdir(parents=True)
         write_new(stored, wanted)
-    elif not stored.is_file() or stored.read_text(encoding="utf-8") != wanted:
+    elif not stored.is_file() or stored.read_bytes() != wanted.encode():
         raise CheckpointError(
             f"{folder} is not from an interrupted run of this very command; remove it, or choose another output"
         )

@@ -95,7 +95,9 @@ def test_a_conversion_on_texts_names_the_command_that_trains_it(run, folder, cap
     assert code == 0
     command = shlex.split(printed.partition("without labels: ")[2].partition("\n")[0])
     assert command == ["collab-distill", "my model", "dense", "--texts", "texts.txt", "--length", "12"]
-    assert run(*command[1:], *QUICK)[0] == 0
+    code, _, warned = run(*command[1:], *QUICK)
+    assert code == 0
+    assert "texts are longer than 12 tokens and are read in passages" in warned
     assert (folder / "my model-distilled").is_dir()
     _, printed, _ = ran(start.compress, ("dense", "--dk", 3, "--calibration", "synthetic"), capsys)
     assert "Saved to" in printed
@@ -182,6 +184,15 @@ def test_errors_are_one_line_and_leave_nothing(run, folder, arguments, message):
     assert (code, printed, errors.count("\n")) == (2, "", 1)
     assert message in errors
     assert not list(folder.glob("*distilled*"))
+
+
+def test_a_folder_of_the_user_in_the_way_is_left_alone(run, folder):
+    stored = folder / "out.checkpoints" / "settings.json"
+    stored.parent.mkdir()
+    stored.write_bytes(b"\xff")
+    code, _, message = run("dense-small", "dense", *TEXTS, "--output", "out")
+    assert (code, stored.read_bytes()) == (2, b"\xff")
+    assert "not from an interrupted run of this very command" in message
 
 
 def test_several_processes_are_refused(run, monkeypatch):
