@@ -22,6 +22,7 @@ from collab_compress.conversion.agreement import measure
 from collab_compress.conversion.reading import Reading
 from collab_compress.conversion.report import Agreement, OutputError
 from collab_compress.training import DistillationTrainer
+from collab_compress.training.checkpoints import whole_checkpoints
 
 from .arguments import DistillArguments, DistillationOptions
 from .distributed import process_state
@@ -101,19 +102,13 @@ def _checkpoints(output: Path, settings: dict[str, Any]) -> Iterator[Path]:
     try:
         yield folder
     except KeyboardInterrupt as interrupt:
-        if _last_checkpoint(folder) is None:
+        if not whole_checkpoints(folder):
             raise
         message = f"interrupted; the same command goes on from the last checkpoint in {folder}"
         raise KeyboardInterrupt(message) from interrupt
     finally:
-        if output.exists() or _last_checkpoint(folder) is None:
+        if output.exists() or not whole_checkpoints(folder):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _last_checkpoint(folder: Path) -> str | None:
-    """Return the last checkpoint, without one that was still being written; None without any."""
-    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]  # which is written last
-    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
 
 
 def _train_(
@@ -146,7 +141,8 @@ def _train_(
         callbacks=[_Steps()],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
+    checkpoints = whole_checkpoints(folder)
+    trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
     source.model.eval()
 
 

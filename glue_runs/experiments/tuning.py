@@ -1,7 +1,6 @@
 """Fine-tune the model of a workload with a Trainer, and evaluate it."""
 
 import copy
-import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from transformers.integrations import (
 from collab_compress.checkpoint.files import atomic_directory
 from collab_compress.errors import CollabCompressError, RecipeError, one_line
 from collab_compress.training import DistillationTrainer, HeadSession, HeadTraining
+from collab_compress.training.checkpoints import read_state, whole_checkpoints
 
 from .by_length import group_by_length
 from .outputs import write_record
@@ -36,7 +36,6 @@ from .recipe import Recipe, Tuning
 from .workload import Workload
 
 logger = logging.getLogger("collab_compress.glue_runs")  # held with the warnings of the library
-STATE = "trainer_state.json"  # written last
 LOG = "log.json"
 CHECKPOINTS = "checkpoints"
 EVALUATION_ARGUMENTS = {
@@ -73,7 +72,7 @@ def fine_tune(
     final = None if latest is None else on_main_process(_final_checkpoint)(latest, best)
     if latest is not None and final is not None:  # the run was killed between its last step and saving the model
         trained, _ = load_weights(type(model), final, dtype=model.dtype)
-        history = _read_state(latest)["log_history"]
+        history = read_state(latest)["log_history"]
     else:
         done = trainer.train(resume_from_checkpoint=None if latest is None else str(latest))
         seconds, history = None if latest else done.metrics["train_runtime"], trainer.state.log_history
@@ -148,28 +147,13 @@ def evaluate(workload: Workload, model: PreTrainedModel, tuning: Tuning, folder:
     return results
 
 
-def whole_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in the order of their steps, without one that was still being written."""
-    numbered = ((path.name.rpartition("-")[2], path) for path in folder.glob("checkpoint-*") if _read_state(path))
-    return [path for _, path in sorted((int(number), path) for number, path in numbered if number.isdigit())]
-
-
 def _final_checkpoint(latest: Path, best: bool) -> Path | None:
     """Return the checkpoint with the result, the `best` or the latest, if training is complete; else None."""
-    state = _read_state(latest)
+    state = read_state(latest)
     if not state["global_step"] >= state["max_steps"] > 0:
         return None
     named = state["best_model_checkpoint"] if best else None
     return latest if named is None else latest.parent / Path(named).name
-
-
-def _read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the Trainer's state, which it writes last; empty if it is not whole."""
-    try:
-        state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-        return state
-    except (OSError, ValueError):
-        return {}
 
 
 def _make_trainer(

@@ -8,7 +8,6 @@ import torch
 from collab_compress_glue_runs.experiments import read_recipe, run
 from collab_compress_glue_runs.experiments import tuning as tuning_module
 from collab_compress_glue_runs.experiments.by_length import group_by_length
-from collab_compress_glue_runs.experiments.tuning import whole_checkpoints
 from collab_compress_glue_runs.tasks import load_task
 from datasets import Dataset
 from safetensors.torch import load_file
@@ -17,6 +16,7 @@ from transformers import BertConfig, Trainer, TrainerCallback, TrainingArguments
 
 from collab_compress.errors import RecipeError
 from collab_compress.training import HeadTrainer
+from collab_compress.training.checkpoints import whole_checkpoints
 
 TUNING = "{epochs: 4, learning_rate: 1.0e-3, batch_size: 8, arguments: {use_cpu: true, disable_tqdm: true}}"
 
