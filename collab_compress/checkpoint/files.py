@@ -1,4 +1,4 @@
-"""Files and directories that are written as a whole: beside their place, then renamed."""
+"""Files and directories that are written as a whole: beside their place, then renamed; and the lock of a folder."""
 
 import json
 import os
@@ -10,7 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from collab_compress.errors import CheckpointError
+from filelock import FileLock, Timeout
+
+from collab_compress.errors import CheckpointError, CollabCompressError
 
 RUST_OS_ERROR = re.compile(r"\(os error \d+\)")  # in errors of safetensors and tokenizers, such as a full disk
 
@@ -126,3 +128,29 @@ def _partial(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         with suppress(OSError):
             partial.unlink()
+
+
+@contextmanager
+def locked(folder: Path, name: str, error: type[CollabCompressError]) -> Iterator[None]:
+    """Lock a folder, made if needed, against other processes; the lock ends with this one, even if that is killed.
+
+    `name` is that of the lock's file in it. Raises `error` if another process holds the lock.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    lock = FileLock(folder / name, is_singleton=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout as timeout:
+            raise error(f"another process is at work in {folder}; wait for it, or choose another output") from timeout
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                (folder / name).unlink()  # before its release, so that a waiting process makes a new file
+            lock.release()
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()

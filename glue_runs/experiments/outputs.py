@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
@@ -20,11 +20,10 @@ import collab_compress_cli
 import torch
 from collab_compress_cli.distributed import process_state
 from datasets import Dataset
-from filelock import FileLock, Timeout
 
 import collab_compress
 import collab_compress_options
-from collab_compress.checkpoint.files import mapped, to_json, write_json
+from collab_compress.checkpoint.files import locked, mapped, to_json, write_json
 from collab_compress.errors import RecipeError
 
 from .recipe import Recipe
@@ -74,7 +73,7 @@ def reserve_output(recipe: Recipe, stages: Sequence[str]) -> Iterator[bool]:
     with ExitStack() as held:
         try:
             if not finished():
-                held.enter_context(_lock(output))
+                held.enter_context(locked(output, LOCK, RecipeError))
                 if not any(has_results(folder) for folder in output.glob("*/")):
                     remove_output(output / "start")
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
@@ -129,31 +128,6 @@ def _refuse_other(recipe: Recipe, stage: str) -> None:
     ]
     if differing := [name for name in fields if deciding[0][name] != deciding[1][name]]:
         raise RecipeError(f"{folder} was made with another {', '.join(differing)}; choose another output")
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Lock a folder, made if needed, against other processes; the lock ends with this one, even if that is killed."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    lock = FileLock(folder / LOCK, is_singleton=False)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(blocking=False)
-        except Timeout as error:
-            raise RecipeError(
-                f"another process is at work in {folder}; wait for it, or choose another output"
-            ) from error
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                (folder / LOCK).unlink()  # before its release, so that a waiting process makes a new file
-            lock.release()
-    finally:
-        for path in missing:
-            with suppress(OSError):
-                path.rmdir()
 
 
 def without_neutral(name: str, setting: Any) -> Any:

@@ -195,6 +195,21 @@ def test_a_folder_of_the_user_in_the_way_is_left_alone(run, folder):
     assert "not from an interrupted run of this very command" in message
 
 
+def test_a_second_process_at_the_same_output_is_refused(run, folder, monkeypatch):
+    words, codes = ("dense-small", "dense", *TEXTS, *QUICK, "--output", "out"), []
+
+    def step(step, done=0, total=None):
+        if (step, done) == ("training", 1):
+            codes.append(run(*words)[::2])
+
+    monkeypatch.setattr(distill, "progress", step)
+    assert run(*words)[0] == 0
+    ((code, message),) = codes
+    assert code == 2
+    assert "another process is at work in out.checkpoints; wait for it" in message
+    assert not (folder / "out.checkpoints").exists()
+
+
 def test_several_processes_are_refused(run, monkeypatch):
     monkeypatch.setattr(distill, "process_state", lambda: SimpleNamespace(num_processes=2))
     assert "runs in one process" in run("dense-small", "dense", *TEXTS)[2]
