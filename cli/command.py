@@ -140,6 +140,8 @@ def _message(error: Exception) -> str | None:
         return str(error) if error.strerror is None else f"{place}: {error.strerror}"
     if isinstance(error, OverflowError):
         return f"a number is too large: {error}"
+    if "inline_container" in str(error):  # of PyTorch's files, whose writer does not pass on the system's error
+        return "cannot write a checkpoint: the disk may be full; make room, and run the same command again"
     out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if out_of_memory or "can't allocate memory" in str(error):
         return f"out of memory: {error}"

@@ -148,6 +148,10 @@ def test_a_signal_ends_a_command_after_its_cleanup(capsys, number):
     [
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "x: out of memory: "),
         (MemoryError(), "x: out of memory"),
+        (
+            RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos"),
+            "x: cannot write a checkpoint: ",
+        ),
         (ImportError("pip install liger-kernel"), "x: pip install liger-kernel\n"),
         (OverflowError("int too big"), "x: a number is too large: int too big"),
         (OSError(2, "No such file", "a\x1b[2J"), "x: a\\x1b[2J: No such file\n"),
