@@ -352,7 +352,7 @@ class DistillationOptions:
 
     bf16: bool = False
     """Multiply in bfloat16, in mixed precision: faster on GPUs and on processors with instructions for it
-    (AVX512-BF16, AMX), slower on others."""
+    (AVX512-BF16, AMX). Processors that only emulate it (x86 without AVX-512) go on in float32."""
 
     seed: int = 0
     """Seed of the order of the texts, and of which are held back."""

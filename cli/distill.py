@@ -21,6 +21,7 @@ from collab_compress.checkpoint.files import locked, refuse_place, to_json, writ
 from collab_compress.conversion.agreement import measure
 from collab_compress.conversion.reading import Reading
 from collab_compress.conversion.report import Agreement, OutputError
+from collab_compress.devices import emulates_bfloat16
 from collab_compress.training import DistillationTrainer
 from collab_compress.training.checkpoints import whole_checkpoints
 
@@ -118,13 +119,16 @@ def _train_(
 ) -> None:
     """Train a model in place, in float32, from the last checkpoint if there is one."""
     padding = getattr(source.tokenizer, "pad_token_id", None) or 0
+    bf16 = options.bf16 and not emulates_bfloat16(source.model.device)
+    if bf16 != options.bf16:
+        _logger.warning("bf16 changed nothing: this processor only emulates bfloat16, and float32 is faster")
     trainer_arguments = TrainingArguments(
         str(folder),
         num_train_epochs=options.epochs,
         learning_rate=options.learning_rate,
         warmup_steps=WARMUP,
         per_device_train_batch_size=1,  # of those that are made here
-        bf16=options.bf16,
+        bf16=bf16,
         seed=options.seed,
         use_cpu=source.model.device.type == "cpu",
         dataloader_pin_memory=source.model.device.type != "cpu",

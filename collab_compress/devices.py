@@ -1,7 +1,8 @@
-"""Which devices have float64, and which work is done on."""
+"""What devices can do, and which work is done on."""
 
 from contextlib import AbstractContextManager
 from math import inf
+from typing import Any
 
 import torch
 
@@ -44,3 +45,10 @@ def forked_rng(device: torch.device) -> AbstractContextManager[None]:
 def has_float64(device: torch.device) -> bool:
     """Return whether a device supports float64."""
     return device.type not in WITHOUT_FLOAT64
+
+
+def emulates_bfloat16(device: torch.device) -> bool:
+    """Return whether a device multiplies in bfloat16 by plain loops, as PyTorch does on x86 without AVX-512."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in PyTorch 2.6
+    is_x86 = device.type == "cpu" and capabilities.get("architecture") == "x86_64"
+    return is_x86 and not capabilities.get("avx512_bw")

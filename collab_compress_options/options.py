@@ -95,8 +95,8 @@ class Solver:
 
     bf16: bool = False
     """Multiply in bfloat16 where layers of a float32 model are converted, as in mixed-precision training: faster on
-    GPUs and on processors with instructions for it (AVX512-BF16, AMX), slower on others. Results differ by
-    rounding. Widths and layers are chosen in float32."""
+    GPUs and on processors with instructions for it (AVX512-BF16, AMX). Processors that only emulate it (x86 without
+    AVX-512) go on in float32. Results differ by rounding. Widths and layers are chosen in float32."""
 
     seed: int = 0
     """Seed of random tokens and random starts."""

@@ -147,6 +147,18 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def set_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Let the processor have instructions for bfloat16, whatever it is; called with False, let it emulate them."""
+
+    def pretend(has: bool) -> None:
+        capabilities = {"architecture": "x86_64", "avx512_bw": has}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+
+    pretend(True)
+    return pretend
+
+
 def tiny(family: str, model_class: type[PreTrainedModel] | None = None, seed: int = 0) -> PreTrainedModel:
     """Return a random model of a family in evaluation mode, with query biases that are not zero."""
     torch.manual_seed(seed)

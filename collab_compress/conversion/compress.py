@@ -42,7 +42,7 @@ from collab_compress.conversion.report import Agreement, OutputError, PartReport
 from collab_compress.conversion.residual import ResidualLinear
 from collab_compress.conversion.sequential import Parts, Refit, convert_layers_, install_maps_, install_refits
 from collab_compress.conversion.widths import Choice, choose_widths
-from collab_compress.devices import forked_rng
+from collab_compress.devices import emulates_bfloat16, forked_rng
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
 from collab_compress.options import KEEP, CalibrationOptions, Compression
 
@@ -246,11 +246,12 @@ def _convert(
         depth,
         layers,
     )
-    bf16 = compression.solver.bf16 and bool(layers) and model.dtype == torch.float32
+    slow = emulates_bfloat16(model.device)
+    bf16 = compression.solver.bf16 and bool(layers) and model.dtype == torch.float32 and not slow
     if compression.solver.bf16 and not bf16:
-        notes.append(
-            "bf16 changed nothing: it is for layers of a float32 model that are converted on calibration data"
-        )
+        reason = "this processor only emulates bfloat16, and float32 is faster"
+        wanted = "it is for layers of a float32 model that are converted on calibration data"
+        notes.append(f"bf16 changed nothing: {reason if slow else wanted}")
     maps, results, reports = convert_layers_(
         converted, model, parts, data.used, data.held_back, length=data.length, bf16=bf16, progress=progress
     )

@@ -25,6 +25,7 @@ from transformers.integrations import (
 )
 
 from collab_compress.checkpoint.files import atomic_directory
+from collab_compress.devices import emulates_bfloat16
 from collab_compress.errors import CollabCompressError, RecipeError, one_line
 from collab_compress.training import DistillationTrainer, HeadSession, HeadTraining
 from collab_compress.training.checkpoints import read_state, whole_checkpoints
@@ -62,7 +63,7 @@ def fine_tune(
     """
     checkpoints, recipe = folder / CHECKPOINTS, workload.recipe
     trainer = _make_trainer(workload, model, tuning, checkpoints, recipe.heads, teacher)
-    if trainer.accelerator.mixed_precision == "bf16" and _is_emulated(trainer.accelerator.device):
+    if trainer.accelerator.mixed_precision == "bf16" and emulates_bfloat16(trainer.accelerator.device):
         logger.warning("this CPU only emulates bfloat16, and float32 is faster; pass tuning.arguments.bf16=false")
     keep_logs(trainer, recipe, folder)
     seconds = None
@@ -87,13 +88,6 @@ def fine_tune(
         shutil.rmtree(checkpoints, ignore_errors=True)
 
     save()
-
-
-def _is_emulated(device: torch.device) -> bool:
-    """Return whether a device multiplies in bfloat16 by plain loops, as PyTorch does on x86 without AVX-512."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in PyTorch 2.6
-    is_x86 = device.type == "cpu" and capabilities.get("architecture") == "x86_64"
-    return is_x86 and not capabilities.get("avx512_bw")
 
 
 def rehearse(workload: Workload, model: PreTrainedModel, tuning: Tuning) -> None:

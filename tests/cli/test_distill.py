@@ -113,6 +113,14 @@ def test_trained_weights_are_saved_in_the_dtype_of_the_model(run):
     assert torch.equal(before.classifier.weight, after.classifier.weight)
 
 
+@pytest.mark.parametrize("has", [True, False], ids=["avx512", "avx2"])
+def test_bfloat16_is_left_out_where_it_is_only_emulated(run, set_bfloat16, has):
+    set_bfloat16(has)
+    code, _, warned = run("dense-small", "dense", *TEXTS, *QUICK, "--bf16")
+    assert code == 0
+    assert ("bf16 changed nothing: this processor only emulates bfloat16" in warned) != has
+
+
 def interrupt(monkeypatch, when, after=0):
     """Interrupt a step of the command, after some steps of training."""
 

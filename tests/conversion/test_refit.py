@@ -502,7 +502,7 @@ def test_a_linear_layer_that_is_called_twice_in_its_layer_is_refused(repeated, m
         assert repeated in report.warnings[0]
 
 
-def test_products_in_bfloat16_change_little(make_tiny):
+def test_products_in_bfloat16_change_little(make_tiny, set_bfloat16):
     """By less than a tenth of what the conversion itself changes."""
     dense, data, test = make_tiny("bert"), batches(48), batches(8, seed=200)
 

@@ -9,6 +9,8 @@ from collab_compress.conversion import sequential
 
 NOT_REFITTED = "segformer"
 
+pytestmark = pytest.mark.usefixtures("set_bfloat16")
+
 
 @pytest.mark.structures
 def test_widths_are_converted(kin, monkeypatch):
@@ -43,3 +45,16 @@ def test_without_data_the_report_says_that_it_changed_nothing():
     reports = [compress(build("bert"), settings, calibration) for calibration in (None, data)]
     told = [any(warning.startswith("bf16 changed nothing") for warning in report.warnings) for report in reports]
     assert told == [True, False]
+
+
+def test_where_it_is_only_emulated_float32_goes_on(set_bfloat16):
+    set_bfloat16(False)
+    data = [inputs("bert", seed) for seed in range(4)]
+    models = [build("bert") for _ in range(2)]
+    reports = [
+        compress(model, Compression(dff=16, solver=Solver(bf16=bf16)), data)
+        for model, bf16 in zip(models, (True, False), strict=True)
+    ]
+    assert "bf16 changed nothing: this processor only emulates bfloat16" in reports[0].warnings[0]
+    assert not any("bf16" in warning for warning in reports[1].warnings)
+    torch.testing.assert_close(*(model.state_dict() for model in models), rtol=0, atol=0)

@@ -161,9 +161,8 @@ def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path):
 
 
 @pytest.mark.parametrize("vectors", [False, True], ids=["avx2", "avx512"])
-def test_emulated_bfloat16_is_told(start, data_dir, tmp_path, caplog, monkeypatch, vectors):
-    capabilities = {"architecture": "x86_64", "avx512_bw": vectors}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+def test_emulated_bfloat16_is_told(start, data_dir, tmp_path, caplog, set_bfloat16, vectors):
+    set_bfloat16(vectors)
     arguments = ("again=null", "compression=null", "tuning.max_steps=1", "tuning.arguments.bf16=true")
     run(read_recipe(overrides=settings(start, data_dir, tmp_path / "out", *arguments)))
     assert ("this CPU only emulates bfloat16" in caplog.text) != vectors
