@@ -66,7 +66,7 @@ def run(arguments: Arguments) -> Report | None:
         report, latency = _convert(source, arguments)
         words = _calibration_words(source, arguments)
         lines += _report_lines(report, words, latency, _embeds(source.model))
-        lines += _training(arguments, output, report) if trimming is None else []
+        lines += _training(arguments, output, source.model, report) if trimming is None else []
     if arguments.mix:
         mix_heads_(source.model)
     if arguments.stock and report is not None and report.of("dk"):
@@ -194,13 +194,14 @@ def _with_stock_heads(arguments: Arguments, source: Source) -> Arguments:
     return replace(arguments, compression=replace(compression, head_dim=widest))
 
 
-def _training(arguments: Arguments, output: Path, report: Report) -> list[str]:
+def _training(arguments: Arguments, output: Path, model: PreTrainedModel, report: Report) -> list[str]:
     """Return lines that say how to train the result on the same texts, if it is calibrated on files of them.
 
-    Language models gain little by that, and a teacher is of the hub's main revision.
+    Not where nobody measured what that gives, and a teacher is of the hub's main revision.
     """
-    predicts_tokens = report.agreement is not None and report.agreement.kind in ("next tokens", "masked tokens")
-    if predicts_tokens or not text_files(arguments.calibration) or arguments.saving.revision is not None:
+    kind = report.agreement and report.agreement.kind
+    unmeasured = kind == "masked tokens" or (kind == "next tokens" and model.config.is_encoder_decoder)
+    if unmeasured or not text_files(arguments.calibration) or arguments.saving.revision is not None:
         return []
     words = ["collab-distill", str(output), arguments.model, "--texts", *arguments.calibration]
     options = asdict(arguments.calibration_options).items()

@@ -34,6 +34,7 @@ from .progress import progress
 SETTINGS, LOCK = "settings.json", ".lock"  # in the folder of the checkpoints
 SAVES = 0.2  # share of the steps after which there is a checkpoint
 SMALLER = 0.99  # share of the parameters in layers, below which a teacher is no dense model
+MOST_TOKENS = 4096  # of a step, of which it holds the activations
 WARMUP = 0.06  # share of the steps in which the learning rate rises
 _logger = logging.getLogger("collab_compress.cli")  # held with the warnings of the library
 Measured = tuple[OutputError | None, Agreement | None]
@@ -153,7 +154,10 @@ def _train_(
 
 
 def _of_similar_lengths(batches: Sequence[Batch], size: int, seed: int, padding: int) -> list[Batch]:
-    """Return the sequences of some batches in new ones of `size`, with little padding, which is on the right."""
+    """Return the sequences of some batches in new ones, with little padding, which is on the right.
+
+    Each has `size` of them, or fewer where these are longer than MOST_TOKENS together.
+    """
     masks = {
         name: "decoder_attention_mask" if name.startswith("decoder") else "attention_mask" for name in batches[0]
     }
@@ -163,7 +167,11 @@ def _of_similar_lengths(batches: Sequence[Batch], size: int, seed: int, padding:
         for place in range(len(batch["input_ids"]))
     ]
     rows = sorted(shuffled(rows, seed), key=lambda row: len(row["input_ids"]))
-    groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+    groups: list[list[Batch]] = []
+    for row in rows:  # each at least as long as the one before it
+        if not groups or len(groups[-1]) >= min(size, max(1, MOST_TOKENS // len(row["input_ids"]))):
+            groups.append([])
+        groups[-1].append(row)
     fills = dict.fromkeys(("input_ids", "decoder_input_ids"), padding)
     return [
         {name: pad_sequence([row[name] for row in group], True, fills.get(name, 0)) for name in group[0]}

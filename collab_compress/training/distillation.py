@@ -5,8 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import kl_div
 from transformers import PreTrainedModel, Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from collab_compress.calibration.encode import is_one_of
 from collab_compress.errors import UnsupportedModelError, check_type
 from collab_compress.transformers_parts import UNLABELLED
 
@@ -20,17 +23,22 @@ HIDDEN = {
 
 
 class DistillationTrainer(Trainer):  # type: ignore[misc]
-    r"""A Transformers `Trainer` whose loss is the distance of a model's hidden states from a teacher's.
+    r"""A Transformers `Trainer` whose loss is the distance of a model from a teacher.
 
-    The loss of a batch is the relative squared error of the hidden states h of a token after a layer,
+    Of a language model that predicts the next token (a `...ForCausalLM`) it is the Kullback–Leibler divergence of
+    its probabilities p from the teacher's, $\sum_v p_\text{teacher}(v) \ln(p_\text{teacher}(v) / p(v))$, and its mean
+    over tokens (Hinton et al., 2015, at temperature 1).
+
+    Of any other model it is the relative squared error of the hidden states h of a token after a layer,
 
     $$\frac{\|h - h_\text{teacher}\|^2}{\|h_\text{teacher}\|^2},$$
 
-    in float32, and its mean over layers and over the tokens that `attention_mask` (of decoders that read an encoder,
-    `decoder_attention_mask`) counts. Of a stack with fewer layers than the teacher's, only the last hidden states
-    are compared. They are matched as in TinyBERT (Jiao et al., 2020); heads stay as they are. Labels are not read,
-    but for the tokens that such a decoder reads. Both models run in evaluation mode, without dropout and gradient
-    checkpointing. Evaluation is that of a `Trainer`.
+    and its mean over layers and tokens, as in TinyBERT (Jiao et al., 2020). Of a stack with fewer layers than the
+    teacher's, only the last hidden states are compared; heads stay as they are.
+
+    Both are computed in float32, at the tokens that `attention_mask` (of decoders that read an encoder,
+    `decoder_attention_mask`) counts. Labels are not read, but for the tokens that such a decoder reads. Both models
+    run in evaluation mode, without dropout and gradient checkpointing. Evaluation is that of a `Trainer`.
 
     Args:
         args: as `Trainer` takes them, a model first.
@@ -38,8 +46,8 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         kwargs: as `Trainer` takes them.
 
     Raises:
-        UnsupportedModelError: the model is its own teacher, the teacher is no model, outputs hold no hidden states,
-            or the shapes of these or of masks do not fit.
+        UnsupportedModelError: the model is its own teacher, the teacher is no model, outputs lack what is
+            compared, or the shapes of that or of masks do not fit.
 
     Example:
         >>> from copy import deepcopy
@@ -69,10 +77,11 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         model.eval()  # without dropout; the trainer calls `train` before each pass
         read = self._without_labels(inputs)
-        outputs = model(**read, output_hidden_states=True)
+        language = is_one_of(self.model, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        outputs = model(**read, output_hidden_states=not language)
         with torch.no_grad():
-            wanted = self.teacher(**read, output_hidden_states=True)
-        loss = distance(outputs, wanted, read)
+            wanted = self.teacher(**read, output_hidden_states=not language)
+        loss = (divergence if language else distance)(outputs, wanted, read)
         return (loss, outputs) if return_outputs else loss
 
     def _without_labels(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,6 +95,16 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
         return read
 
 
+def divergence(outputs: Mapping[str, Any], teacher: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:
+    """Return the Kullback–Leibler divergence of probabilities from a teacher's, given logits (B, T, V).
+
+    It is the mean over tokens; those where `attention_mask` (B, T) of the inputs is 0 are left out. Raises
+    UnsupportedModelError where shapes differ.
+    """
+    ours, theirs = _at_tokens("logits", *_of_both("logits", outputs, teacher), inputs, "attention_mask")
+    return kl_div(ours.log_softmax(-1), theirs.log_softmax(-1), reduction="batchmean", log_target=True)
+
+
 def distance(outputs: Mapping[str, Any], teacher: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:
     """Return the relative squared error of hidden states (B, T, D), its mean over tokens and then over layers.
 
@@ -96,27 +115,35 @@ def distance(outputs: Mapping[str, Any], teacher: Mapping[str, Any], inputs: Map
     for name, mask_name in HIDDEN.items():
         if name not in outputs:
             continue
-        if name not in teacher:
-            raise UnsupportedModelError(f"the model has {name}, and its teacher has none; pass the dense model")
-        ours, theirs = outputs[name], teacher[name]
+        ours, theirs = _of_both(name, outputs, teacher)
         first = 1 if len(ours) == len(theirs) else -1  # the first of all are the embeddings
         for values, wanted in zip(ours[first:], theirs[first:], strict=True):
-            errors.append(_relative_error(name, values.float(), wanted.float(), mask_name, inputs.get(mask_name)))
+            values, wanted = _at_tokens(name, values, wanted, inputs, mask_name)
+            errors.append(((values - wanted).square().mean(-1) / (wanted.square().mean(-1) + EPS)).mean())
     if not errors:
         raise UnsupportedModelError("the model's outputs hold no hidden states, so it cannot be distilled")
     return torch.stack(errors).mean()
 
 
-def _relative_error(name: str, values: Tensor, wanted: Tensor, mask_name: str, mask: Tensor | None) -> Tensor:
-    """Return the mean relative squared error of hidden states at the tokens of a mask, or at all."""
-    shape = tuple(values.shape)
+def _of_both(name: str, outputs: Mapping[str, Any], teacher: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return an output of both models."""
+    if name not in teacher:
+        raise UnsupportedModelError(f"the model has {name}, and its teacher has none; pass the dense model")
+    return outputs[name], teacher[name]
+
+
+def _at_tokens(
+    name: str, values: Tensor, wanted: Tensor, inputs: Mapping[str, Any], mask_name: str
+) -> tuple[Tensor, Tensor]:
+    """Return what both models put out at the tokens of a mask, or at all, (n, D) in float32."""
+    shape, mask = tuple(values.shape), inputs.get(mask_name)
     if values.shape != wanted.shape:
         theirs = tuple(wanted.shape)
         raise UnsupportedModelError(f"{name} of the model and of its teacher have the shapes {shape} and {theirs}")
-    if mask is not None:
-        if mask.shape != values.shape[:2]:
-            raise UnsupportedModelError(
-                f"{mask_name} has the shape {tuple(mask.shape)}, and {name} {shape}; such models cannot be distilled"
-            )
-        values, wanted = values[mask.bool()], wanted[mask.bool()]
-    return ((values - wanted).square().mean(-1) / (wanted.square().mean(-1) + EPS)).mean()
+    if mask is None:
+        return values.flatten(0, -2).float(), wanted.flatten(0, -2).float()
+    if mask.shape != values.shape[:2]:
+        raise UnsupportedModelError(
+            f"{mask_name} has the shape {tuple(mask.shape)}, and {name} {shape}; such models cannot be distilled"
+        )
+    return values[mask.bool()].float(), wanted[mask.bool()].float()

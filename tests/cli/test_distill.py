@@ -10,7 +10,15 @@ import torch
 from collab_compress_cli import distill, start
 from collab_compress_cli.pretrained import load_model
 from commands import ran
-from transformers import BertConfig, BertForSequenceClassification, BertModel, MarianConfig, MarianMTModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    MarianConfig,
+    MarianMTModel,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from collab_compress import Compression, compress
 
@@ -23,16 +31,20 @@ SIZES |= {"vocab_size": 30522, "max_position_embeddings": 64, "initializer_range
 MARIAN = {"d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 MARIAN |= {"encoder_attention_heads": 3, "decoder_attention_heads": 3, "vocab_size": 30522, "init_std": 0.4}
 MARIAN |= {"max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 102, "decoder_start_token_id": 0}
+OPT = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "ffn_dim": 32, "word_embed_proj_dim": 24}
+OPT |= {"vocab_size": 30522, "max_position_embeddings": 64, "init_std": 0.4, "pad_token_id": 0, "bos_token_id": 101}
+OPT |= {"eos_token_id": 102}
 CLASSES = {
     "dense": (BertForSequenceClassification, BertConfig(**SIZES)),
     "embedder": (BertModel, BertConfig(**SIZES)),
+    "writer": (OPTForCausalLM, OPTConfig(**OPT)),
     "translator": (MarianMTModel, MarianConfig(**MARIAN, forced_eos_token_id=102)),
 }
 
 
 @pytest.fixture(scope="module")
 def models(minilm_tokenizer, tmp_path_factory):
-    """A folder with texts, three tiny models, their conversions, and one of these in bfloat16."""
+    """A folder with texts, four tiny models, their conversions, and one of these in bfloat16."""
     folder = tmp_path_factory.mktemp("models")
 
     def save(model, name):
@@ -72,7 +84,8 @@ def error(part):
 
 
 @pytest.mark.parametrize(
-    ("teacher", "texts"), [("dense", "texts.txt"), ("embedder", "texts.txt"), ("translator", "pairs.txt")]
+    ("teacher", "texts"),
+    [("dense", "texts.txt"), ("embedder", "texts.txt"), ("writer", "texts.txt"), ("translator", "pairs.txt")],
 )
 def test_it_comes_nearer_to_the_dense_model_and_says_so(run, folder, teacher, texts):
     model = f"{teacher}-small"
@@ -102,6 +115,30 @@ def test_a_conversion_on_texts_names_the_command_that_trains_it(run, folder, cap
     _, printed, _ = ran(start.compress, ("dense", "--dk", 3, "--calibration", "synthetic"), capsys)
     assert "Saved to" in printed
     assert "collab-distill" not in printed
+
+
+def test_the_command_is_named_where_training_was_measured_to_help(run, capsys):
+    words = ("--dk", 3, "--device", "cpu")
+    for model, texts, named in (("writer", "texts.txt", True), ("translator", "pairs.txt", False)):
+        _, printed, _ = ran(start.compress, (model, *words, "--calibration", texts), capsys)
+        assert "Saved to" in printed
+        assert ("collab-distill" in printed) == named
+
+
+def test_steps_read_fewer_long_texts(monkeypatch):
+    monkeypatch.setattr(distill, "MOST_TOKENS", 12)
+    lengths = (1, 3, 1, 2, 20, 2, 5, 3, 4, 1, 30)
+    batches = [{"input_ids": torch.ones(1, n, dtype=torch.long)} for n in lengths]
+    for batch in batches:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    groups = distill._of_similar_lengths(batches, 5, seed=0, padding=0)
+    assert [group["attention_mask"].sum(1).tolist() for group in groups] == [
+        [1, 1, 1, 2, 2],
+        [3, 3, 4],
+        [5],
+        [20],
+        [30],
+    ]
 
 
 def test_trained_weights_are_saved_in_the_dtype_of_the_model(run):

@@ -10,6 +10,8 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
     MarianMTModel,
     TrainingArguments,
 )
@@ -31,6 +33,14 @@ PLAIN = {  # one step of gradient descent on one batch
     "use_cpu": True,
     "save_strategy": "no",
 }
+LLAMA = LlamaConfig(
+    vocab_size=61,
+    hidden_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=3,
+    intermediate_size=32,
+    initializer_range=0.4,
+)
 HEADS = {
     "classifier": AutoModelForSequenceClassification,
     "tagger": AutoModelForTokenClassification,
@@ -141,6 +151,32 @@ def test_loss_of_an_encoder_decoder_is_that_of_pairs_alone(make_tiny, tmp_path):
     batch["decoder_attention_mask"] = (labels >= 0).long()
     loss = trainer_of(converted, dense, tmp_path).compute_loss(converted.train(), batch)
     torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-6)
+
+
+def slow_divergence(model, teacher, data):
+    """Compute the divergence token by token, given each text alone and without padding."""
+    terms = []
+    for row in data:
+        ids = row["input_ids"][row["attention_mask"].bool()][None]
+        ours, theirs = (one(input_ids=ids).logits[0].double().exp() for one in (model, teacher))
+        for p, q in zip(ours / ours.sum(1, keepdim=True), theirs / theirs.sum(1, keepdim=True), strict=True):
+            terms.append(sum(q[v] * (q[v] / p[v]).log() for v in range(len(q))))
+    return sum(terms) / len(terms)
+
+
+def test_loss_of_a_language_model_is_the_divergence_of_texts_alone(tmp_path):
+    torch.manual_seed(0)
+    dense = LlamaForCausalLM(LLAMA).eval()
+    converted = copy.deepcopy(dense)
+    compress(converted, Compression(dff=4), calibration=[default_collate(rows(seed=1))])
+    wanted = slow_divergence(converted, dense, rows())
+    assert wanted > 1e-3
+    trainer = trainer_of(converted, dense, tmp_path)
+    loss, outputs = trainer.compute_loss(converted.train(), default_collate(rows(labelled=True)), return_outputs=True)
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-3, atol=1e-6)
+    assert outputs.hidden_states is None
+    trainer_of(converted, dense, tmp_path, max_steps=60, optim="adamw_torch", learning_rate=3e-3).train()
+    assert slow_divergence(converted.eval(), dense, rows()) < 0.3 * wanted
 
 
 def test_of_a_model_with_fewer_layers_the_last_states_count(make_tiny, tmp_path):
