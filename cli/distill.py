@@ -66,7 +66,8 @@ def run(arguments: DistillArguments) -> None:
         progress("comparing both models again")
         after = measure(source.model, teacher.model, data, reading)
         texts = sum(len(batch["input_ids"]) for batch in data.used)
-        note = f"Trained towards `{arguments.teacher}` without labels, {training.epochs:g} epochs of {texts:,} texts."
+        epochs = f"{training.epochs:g} epoch{'' if training.epochs == 1 else 's'}"
+        note = f"Trained towards `{arguments.teacher}` without labels, {epochs} of {texts:,} texts."
         changes = _changes(before, after)
         record = {**settings, "before": _numbers(before), "after": _numbers(after)}
         finish(source, output, arguments.saving, record, [*changes, note], notes=[note, *changes])

@@ -9,6 +9,7 @@ from torch.nn.functional import kl_div
 from transformers import PreTrainedModel, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from collab_compress.architectures import transformers_model
 from collab_compress.calibration.encode import is_one_of
 from collab_compress.errors import UnsupportedModelError, check_type
 from collab_compress.transformers_parts import UNLABELLED
@@ -77,7 +78,7 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         model.eval()  # without dropout; the trainer calls `train` before each pass
         read = self._without_labels(inputs)
-        language = is_one_of(self.model, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        language = is_one_of(transformers_model(self.model), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         outputs = model(**read, output_hidden_states=not language)
         with torch.no_grad():
             wanted = self.teacher(**read, output_hidden_states=not language)

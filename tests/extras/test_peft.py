@@ -1,5 +1,6 @@
 """LoRA adapters on a converted model: trained, saved, loaded, merged."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -7,11 +8,20 @@ import pytest
 import torch
 from forms import outputs
 from packaging.version import Version
-from transformers import AutoModel, AutoModelForSequenceClassification, BertForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BertForSequenceClassification,
+    OPTConfig,
+    OPTForCausalLM,
+    TrainingArguments,
+)
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from collab_compress import Compression, CompressionError, UnsupportedModelError, compress, expand, read_factors
 from collab_compress.attention import is_converted
+from collab_compress.training import DistillationTrainer
+from collab_compress.training.distillation import divergence
 
 peft = pytest.importorskip("peft")
 from peft import LoraConfig, PeftModel, get_peft_model  # noqa: E402
@@ -161,3 +171,19 @@ def test_a_peft_model_is_converted_as_the_model_inside(make_tiny, batch, tmp_pat
     loaded = load_cleanly(BertForSequenceClassification, tmp_path / "merged")
     assert torch.equal(outputs(loaded, batch), outputs(merged, batch))
     assert read_factors(loaded).keys() == read_factors(merged).keys() != set()
+
+
+def test_adapters_of_a_language_model_are_trained_towards_its_probabilities(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "ffn_dim": 32, "vocab_size": 61}
+    teacher = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=24, init_std=0.4)).eval()
+    model = copy.deepcopy(teacher)
+    compress(model, Compression(dk=3), calibration=None)
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=shared(model)))
+    arguments = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    trainer = DistillationTrainer(wrapped, arguments, teacher=teacher)
+    batch = {"input_ids": torch.randint(5, 61, (2, 9))}
+    loss = trainer.compute_loss(wrapped.train(), batch)
+    torch.testing.assert_close(loss, divergence(wrapped(**batch), teacher(**batch), batch))
+    loss.backward()
+    assert all(p.grad is not None for p in wrapped.parameters() if p.requires_grad)
