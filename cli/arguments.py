@@ -348,7 +348,7 @@ class DistillationOptions:
     """Highest learning rate, of AdamW."""
 
     batch_size: Count = 32
-    """Texts of one step; fewer where they have more than 4,096 tokens together."""
+    """Texts of one step; fewer, but at least one, where they have more than 4,096 tokens together."""
 
     bf16: bool = False
     """Multiply in bfloat16, in mixed precision: faster on GPUs and on processors with instructions for it
@@ -370,9 +370,9 @@ class DistillationOptions:
 class DistillArguments(EditArguments):
     """Train a converted model towards the dense one, on texts without labels, to repair part of its loss.
 
-    An eighth of the texts, at most 64, is held back to compare both models before and after. All weights but those of
-    a head that predicts labels are trained, in float32. If it is interrupted, the same command goes on from the last
-    checkpoint in OUTPUT.checkpoints.
+    An eighth of the texts, at most 64, is held back to compare both models before and after. All weights are
+    trained, in float32, but for those of heads; a head that predicts the next token is trained too. If it is
+    interrupted, the same command goes on from the last checkpoint in OUTPUT.checkpoints.
 
     Examples:
       collab-distill my-classifier-keep0.5 ./my-classifier --texts train.tsv:sentence1,sentence2

@@ -9,6 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainingArguments
 
@@ -53,7 +54,7 @@ def run(arguments: DistillArguments) -> None:
     with _checkpoints(output, settings) as folder:
         teacher = load_source(arguments.teacher, find_directory(arguments.teacher), arguments.device, edited=True)
         _check_teacher(source, teacher)
-        data = read_calibration(source.model, arguments.texts, source.tokenizer, options, training.seed)
+        data = read_calibration(teacher.model, arguments.texts, source.tokenizer, options, training.seed)
         if not data.held_back:
             raise CollabCompressError("there is nothing to train on; pass files with at least two texts")
         for text_note in data.notes:
@@ -157,20 +158,19 @@ def _train_(
 def _of_similar_lengths(batches: Sequence[Batch], size: int, seed: int, padding: int) -> list[Batch]:
     """Return the sequences of some batches in new ones, with little padding, which is on the right.
 
-    Each has `size` of them, or fewer where these are longer than MOST_TOKENS together.
+    Each has `size` of them, or fewer where these are longer than MOST_TOKENS together, and at least one.
     """
-    masks = {
-        name: "decoder_attention_mask" if name.startswith("decoder") else "attention_mask" for name in batches[0]
-    }
-    rows = [
-        {name: values[place][batch[masks[name]][place].bool()] for name, values in batch.items()}
-        for batch in batches
-        for place in range(len(batch["input_ids"]))
-    ]
-    rows = sorted(shuffled(rows, seed), key=lambda row: len(row["input_ids"]))
+    names = dict.fromkeys(name for batch in batches for name in batch)
+    masks = {name: "decoder_attention_mask" if name.startswith("decoder") else "attention_mask" for name in names}
+    rows = []
+    for batch in batches:
+        whole = {name: batch.get(name, torch.zeros_like(batch["input_ids"])) for name in names}  # no token types: 0
+        for place in range(len(batch["input_ids"])):
+            rows.append({name: values[place][whole[masks[name]][place].bool()] for name, values in whole.items()})
+    rows = sorted(shuffled(rows, seed), key=_length)
     groups: list[list[Batch]] = []
     for row in rows:  # each at least as long as the one before it
-        if not groups or len(groups[-1]) >= min(size, max(1, MOST_TOKENS // len(row["input_ids"]))):
+        if not groups or len(groups[-1]) >= min(size, max(1, MOST_TOKENS // _length(row))):
             groups.append([])
         groups[-1].append(row)
     fills = dict.fromkeys(("input_ids", "decoder_input_ids"), padding)
@@ -178,6 +178,11 @@ def _of_similar_lengths(batches: Sequence[Batch], size: int, seed: int, padding:
         {name: pad_sequence([row[name] for row in group], True, fills.get(name, 0)) for name in group[0]}
         for group in groups
     ]
+
+
+def _length(row: Batch) -> int:
+    """Return the number of tokens of a sequence, or of the longer one of a pair."""
+    return max(map(len, row.values()))
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]

@@ -246,12 +246,14 @@ def _convert(
         depth,
         layers,
     )
-    slow = emulates_bfloat16(model.device)
-    bf16 = compression.solver.bf16 and bool(layers) and model.dtype == torch.float32 and not slow
-    if compression.solver.bf16 and not bf16:
+    bf16, reason = compression.solver.bf16, ""
+    if not layers or model.dtype != torch.float32:
+        reason = "it is for layers of a float32 model that are converted on calibration data"
+    elif emulates_bfloat16(model.device):
         reason = "this processor only emulates bfloat16, and float32 is faster"
-        wanted = "it is for layers of a float32 model that are converted on calibration data"
-        notes.append(f"bf16 changed nothing: {reason if slow else wanted}")
+    if bf16 and reason:
+        bf16 = False
+        notes.append(f"bf16 changed nothing: {reason}")
     maps, results, reports = convert_layers_(
         converted, model, parts, data.used, data.held_back, length=data.length, bf16=bf16, progress=progress
     )

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -14,6 +15,7 @@ from collab_compress.calibration.encode import is_one_of
 from collab_compress.errors import UnsupportedModelError, check_type
 from collab_compress.transformers_parts import UNLABELLED
 
+TOKENS = 256  # whose probabilities are compared at a time
 EPS = 1e-6  # added to the mean square of a token's hidden states
 HIDDEN = {
     "hidden_states": "attention_mask",
@@ -26,9 +28,12 @@ HIDDEN = {
 class DistillationTrainer(Trainer):  # type: ignore[misc]
     r"""A Transformers `Trainer` whose loss is the distance of a model from a teacher.
 
-    Of a language model that predicts the next token (a `...ForCausalLM`) it is the Kullback–Leibler divergence of
-    its probabilities p from the teacher's, $\sum_v p_\text{teacher}(v) \ln(p_\text{teacher}(v) / p(v))$, and its mean
-    over tokens (Hinton et al., 2015, at temperature 1).
+    Of a model that Transformers lists for causal language modelling it is the Kullback–Leibler divergence of its
+    probabilities p of the next token from the teacher's,
+
+    $$\sum_v p_\text{teacher}(v) \ln(p_\text{teacher}(v) / p(v)),$$
+
+    and its mean over tokens (Hinton et al., 2015, at temperature 1).
 
     Of any other model it is the relative squared error of the hidden states h of a token after a layer,
 
@@ -78,12 +83,19 @@ class DistillationTrainer(Trainer):  # type: ignore[misc]
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         model.eval()  # without dropout; the trainer calls `train` before each pass
         read = self._without_labels(inputs)
-        language = is_one_of(transformers_model(self.model), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        outputs = model(**read, output_hidden_states=not language)
+        outputs = model(**read, output_hidden_states=True)
         with torch.no_grad():
-            wanted = self.teacher(**read, output_hidden_states=not language)
-        loss = (divergence if language else distance)(outputs, wanted, read)
+            wanted = self.teacher(**read, output_hidden_states=True)
+        loss = (divergence if self._predicts_tokens(outputs) else distance)(outputs, wanted, read)
         return (loss, outputs) if return_outputs else loss
+
+    def _predicts_tokens(self, outputs: Mapping[str, Any]) -> bool:
+        """Return whether the model is a language model, with logits of each token."""
+        try:
+            language = is_one_of(transformers_model(self.model), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        except UnsupportedModelError:  # of no Transformers model
+            return False
+        return language and outputs["logits"].shape[:2] == outputs["hidden_states"][-1].shape[:2]
 
     def _without_labels(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return inputs without labels; a decoder that reads an encoder reads them shifted, as in training."""
@@ -100,10 +112,22 @@ def divergence(outputs: Mapping[str, Any], teacher: Mapping[str, Any], inputs: M
     """Return the Kullback–Leibler divergence of probabilities from a teacher's, given logits (B, T, V).
 
     It is the mean over tokens; those where `attention_mask` (B, T) of the inputs is 0 are left out. Raises
-    UnsupportedModelError where shapes differ.
+    UnsupportedModelError where shapes differ. Some tokens are computed at a time, and again in the backward pass, so
+    that little is held beside the logits.
     """
-    ours, theirs = _at_tokens("logits", *_of_both("logits", outputs, teacher), inputs, "attention_mask")
-    return kl_div(ours.log_softmax(-1), theirs.log_softmax(-1), reduction="batchmean", log_target=True)
+    ours, theirs = _of_both("logits", outputs, teacher)
+    counted = _tokens("logits", ours, theirs, "attention_mask", inputs.get("attention_mask")).flatten()
+    parts = zip(
+        *(values.flatten(0, 1).split(TOKENS) for values in (ours, theirs)), counted.split(TOKENS), strict=True
+    )
+    sums = [checkpoint(_divergences, *part, use_reentrant=False) for part in parts]
+    return torch.stack(sums).sum() / counted.sum()
+
+
+def _divergences(ours: Tensor, theirs: Tensor, counted: Tensor) -> Tensor:
+    """Return the sum of the divergences of some tokens, given their logits (n, V) and which count (n,)."""
+    logs, wanted = (values[counted].float().log_softmax(-1) for values in (ours, theirs))
+    return kl_div(logs, wanted, reduction="sum", log_target=True)
 
 
 def distance(outputs: Mapping[str, Any], teacher: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:
@@ -119,7 +143,8 @@ def distance(outputs: Mapping[str, Any], teacher: Mapping[str, Any], inputs: Map
         ours, theirs = _of_both(name, outputs, teacher)
         first = 1 if len(ours) == len(theirs) else -1  # the first of all are the embeddings
         for values, wanted in zip(ours[first:], theirs[first:], strict=True):
-            values, wanted = _at_tokens(name, values, wanted, inputs, mask_name)
+            counted = _tokens(name, values, wanted, mask_name, inputs.get(mask_name))
+            values, wanted = values[counted].float(), wanted[counted].float()
             errors.append(((values - wanted).square().mean(-1) / (wanted.square().mean(-1) + EPS)).mean())
     if not errors:
         raise UnsupportedModelError("the model's outputs hold no hidden states, so it cannot be distilled")
@@ -133,18 +158,16 @@ def _of_both(name: str, outputs: Mapping[str, Any], teacher: Mapping[str, Any]) 
     return outputs[name], teacher[name]
 
 
-def _at_tokens(
-    name: str, values: Tensor, wanted: Tensor, inputs: Mapping[str, Any], mask_name: str
-) -> tuple[Tensor, Tensor]:
-    """Return what both models put out at the tokens of a mask, or at all, (n, D) in float32."""
-    shape, mask = tuple(values.shape), inputs.get(mask_name)
+def _tokens(name: str, values: Tensor, wanted: Tensor, mask_name: str, mask: Tensor | None) -> Tensor:
+    """Return which tokens of an output (B, T, D) count, (B, T) bool, if it and that of the teacher fit."""
+    shape = tuple(values.shape)
     if values.shape != wanted.shape:
         theirs = tuple(wanted.shape)
         raise UnsupportedModelError(f"{name} of the model and of its teacher have the shapes {shape} and {theirs}")
     if mask is None:
-        return values.flatten(0, -2).float(), wanted.flatten(0, -2).float()
+        return torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
     if mask.shape != values.shape[:2]:
         raise UnsupportedModelError(
             f"{mask_name} has the shape {tuple(mask.shape)}, and {name} {shape}; such models cannot be distilled"
         )
-    return values[mask.bool()].float(), wanted[mask.bool()].float()
+    return mask.bool()

@@ -125,13 +125,30 @@ def test_the_command_is_named_where_training_was_measured_to_help(run, capsys):
         assert ("collab-distill" in printed) == named
 
 
+def test_sources_are_mixed_and_the_teacher_writes_texts(run, monkeypatch):
+    """Random tokens and texts that a model writes have no token types, texts that are read have."""
+    sizes, read = [], distill.read_calibration
+
+    def spy(model, *args):
+        sizes.append(model.num_parameters())
+        return read(model, *args)
+
+    monkeypatch.setattr(distill, "read_calibration", spy)
+    for teacher, kind in (("dense", "synthetic"), ("writer", "generated")):
+        command = (f"{teacher}-small", teacher, "--texts", kind, "texts.txt", "--sequences", 16, "--length", 12)
+        assert run(*command, *QUICK)[0] == 0
+        assert sizes.pop() == load_model(Path(teacher)).num_parameters()
+
+
 def test_steps_read_fewer_long_texts(monkeypatch):
     monkeypatch.setattr(distill, "MOST_TOKENS", 12)
     lengths = (1, 3, 1, 2, 20, 2, 5, 3, 4, 1, 30)
     batches = [{"input_ids": torch.ones(1, n, dtype=torch.long)} for n in lengths]
     for batch in batches:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batches[0]["token_type_ids"] = torch.ones_like(batches[0]["input_ids"])
     groups = distill._of_similar_lengths(batches, 5, seed=0, padding=0)
+    assert sum(int(group["token_type_ids"].sum()) for group in groups) == 1
     assert [group["attention_mask"].sum(1).tolist() for group in groups] == [
         [1, 1, 1, 2, 2],
         [3, 3, 4],
@@ -151,10 +168,15 @@ def test_trained_weights_are_saved_in_the_dtype_of_the_model(run):
 
 
 @pytest.mark.parametrize("has", [True, False], ids=["avx512", "avx2"])
-def test_bfloat16_is_left_out_where_it_is_only_emulated(run, set_bfloat16, has):
+def test_bfloat16_is_left_out_where_it_is_only_emulated(run, set_bfloat16, monkeypatch, has):
     set_bfloat16(has)
+    passed, make = [], distill.TrainingArguments
+    monkeypatch.setattr(
+        distill, "TrainingArguments", lambda *args, **kwargs: passed.append(make(*args, **kwargs)) or passed[-1]
+    )
     code, _, warned = run("dense-small", "dense", *TEXTS, *QUICK, "--bf16")
     assert code == 0
+    assert passed[0].bf16 == has
     assert ("bf16 changed nothing: this processor only emulates bfloat16" in warned) != has
 
 

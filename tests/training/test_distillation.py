@@ -18,7 +18,7 @@ from transformers import (
 
 from collab_compress import Compression, compress
 from collab_compress.errors import UnsupportedModelError
-from collab_compress.training import DistillationTrainer
+from collab_compress.training import DistillationTrainer, distillation
 from collab_compress.training.distillation import distance
 
 PLAIN = {  # one step of gradient descent on one batch
@@ -164,19 +164,33 @@ def slow_divergence(model, teacher, data):
     return sum(terms) / len(terms)
 
 
-def test_loss_of_a_language_model_is_the_divergence_of_texts_alone(tmp_path):
+def test_loss_of_a_language_model_is_the_divergence_of_texts_alone(tmp_path, monkeypatch):
     torch.manual_seed(0)
     dense = LlamaForCausalLM(LLAMA).eval()
     converted = copy.deepcopy(dense)
     compress(converted, Compression(dff=4), calibration=[default_collate(rows(seed=1))])
+    monkeypatch.setattr(distillation, "TOKENS", 7)
     wanted = slow_divergence(converted, dense, rows())
     assert wanted > 1e-3
     trainer = trainer_of(converted, dense, tmp_path)
     loss, outputs = trainer.compute_loss(converted.train(), default_collate(rows(labelled=True)), return_outputs=True)
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-3, atol=1e-6)
-    assert outputs.hidden_states is None
+    gradient = torch.autograd.grad(wanted, converted.model.layers[1].mlp.down_proj.weight)[0]
+    loss.backward()
+    torch.testing.assert_close(converted.model.layers[1].mlp.down_proj.weight.grad, gradient, rtol=1e-3, atol=1e-6)
+    assert outputs.logits.shape == (8, 9, 61)
     trainer_of(converted, dense, tmp_path, max_steps=60, optim="adamw_torch", learning_rate=3e-3).train()
     assert slow_divergence(converted.eval(), dense, rows()) < 0.3 * wanted
+
+
+def test_other_models_than_language_models_are_compared_by_hidden_states(make_tiny, tmp_path):
+    hidden = [torch.ones(2, 9, 24)]
+    trainer = trainer_of(LlamaForCausalLM(LLAMA), LlamaForCausalLM(LLAMA), tmp_path)
+    assert trainer._predicts_tokens({"logits": torch.ones(2, 9, 61), "hidden_states": hidden})
+    assert not trainer._predicts_tokens({"logits": torch.ones(8, 9, 61), "hidden_states": hidden})  # as Musicgen's
+    classifier, _ = pair(make_tiny)
+    trainer.model = torch.nn.ModuleList([classifier])  # no model of Transformers
+    assert not trainer._predicts_tokens({"hidden_states": hidden})
 
 
 def test_of_a_model_with_fewer_layers_the_last_states_count(make_tiny, tmp_path):
