@@ -22,7 +22,7 @@ from collab_compress.checkpoint.files import locked, refuse_place, to_json, writ
 from collab_compress.conversion.agreement import measure
 from collab_compress.conversion.reading import Reading
 from collab_compress.conversion.report import Agreement, OutputError
-from collab_compress.devices import emulates_bfloat16
+from collab_compress.devices import EMULATED, emulates_bfloat16
 from collab_compress.training import DistillationTrainer
 from collab_compress.training.checkpoints import whole_checkpoints
 
@@ -124,7 +124,7 @@ def _train_(
     padding = getattr(source.tokenizer, "pad_token_id", None) or 0
     bf16 = options.bf16 and not emulates_bfloat16(source.model.device)
     if bf16 != options.bf16:
-        _logger.warning("bf16 changed nothing: this processor only emulates bfloat16, and float32 is faster")
+        _logger.warning("bf16 changed nothing: %s", EMULATED)
     trainer_arguments = TrainingArguments(
         str(folder),
         num_train_epochs=options.epochs,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 WITHOUT_FLOAT64 = ("mps",)
+EMULATED = "this processor only emulates bfloat16, and float32 is faster"
 
 
 def float64_device(device: torch.device) -> torch.device:

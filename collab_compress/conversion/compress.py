@@ -42,7 +42,7 @@ from collab_compress.conversion.report import Agreement, OutputError, PartReport
 from collab_compress.conversion.residual import ResidualLinear
 from collab_compress.conversion.sequential import Parts, Refit, convert_layers_, install_maps_, install_refits
 from collab_compress.conversion.widths import Choice, choose_widths
-from collab_compress.devices import emulates_bfloat16, forked_rng
+from collab_compress.devices import EMULATED, emulates_bfloat16, forked_rng
 from collab_compress.errors import CompressionError, UnsupportedModelError, check_type, one_line
 from collab_compress.options import KEEP, CalibrationOptions, Compression
 
@@ -246,14 +246,14 @@ def _convert(
         depth,
         layers,
     )
-    bf16, reason = compression.solver.bf16, ""
+    why_float32 = ""
     if not layers or model.dtype != torch.float32:
-        reason = "it is for layers of a float32 model that are converted on calibration data"
+        why_float32 = "it is for layers of a float32 model that are converted on calibration data"
     elif emulates_bfloat16(model.device):
-        reason = "this processor only emulates bfloat16, and float32 is faster"
-    if bf16 and reason:
-        bf16 = False
-        notes.append(f"bf16 changed nothing: {reason}")
+        why_float32 = EMULATED
+    bf16 = compression.solver.bf16 and not why_float32
+    if compression.solver.bf16 and why_float32:
+        notes.append(f"bf16 changed nothing: {why_float32}")
     maps, results, reports = convert_layers_(
         converted, model, parts, data.used, data.held_back, length=data.length, bf16=bf16, progress=progress
     )
